@@ -20,14 +20,14 @@ THREADS = 64
 
 @dataclass(frozen=True)
 class Scales:
-  """Scales of a cache that stores 8-bit numbers: their dtype and place, and the format of the 8-bit numbers."""
+  """Scales of a cache that stores 8-bit numbers: their dtype, where they lie, and the format of the 8-bit numbers."""
   format: str       # format of the 8-bit numbers (attn/ops/formats.py)
   dtype: str        # dtype of the scales
   places: Strided   # where the scales lie in their buffer
 
 @dataclass(frozen=True)
 class Append:
-  """The shapes of an append of `new` rows to each head of each batch of a cache."""
+  """What a kernel appends to a cache: `new` rows for each head of each batch; and how cache and rows lie in memory."""
   # `new` rows of `width` elements for each of H heads of each of B batches, in `layout`
   B: int
   H: int
@@ -47,7 +47,7 @@ class Append:
 
 @dataclass(frozen=True)
 class NewRow:
-  """A new row of the cache, as one of the threads that copy the row sees it."""
+  """A new row of the cache: where it lies, where the cache stores it, and the thread that copies a part of it."""
   a: Append
   allocator: Allocator
   rows: UOp
@@ -65,7 +65,7 @@ class NewRow:
     return column, there, self.rows[(self.first + column).valid(there)].load()
   def part(self, kind:AxisType) -> UOp: return self.allocator.range(ceildiv(self.a.width, self.a.threads_of_row), kind)
   def index(self, at:Strided) -> UOp:
-    """Returns the flat index at which this row, or its scale, begins in a buffer with the strides `at`."""
+    """Returns the index at which this row, or its scale, begins in a buffer whose strides are `at`."""
     return at.start + self.batch*at.batch + self.head*at.head + self.place*at.row
   def largest(self) -> UOp:
     """Returns the largest absolute value of this row."""
@@ -104,7 +104,7 @@ def append(a:Append) -> Callable[..., UOp]:
   return kernel
 
 def new_row(a:Append, allocator:Allocator, row:UOp, thread:UOp, rows:UOp, lengths:UOp, table:list[UOp]) -> NewRow:
-  """Returns where new row number `row` lies in `rows`, and where it is stored in the cache."""
+  """Returns the new row number `row`: where it lies in the tensor `rows`, and where it is stored in the cache."""
   # `row` is counted over all batches and heads; `table` has the block table if the cache consists of pages, and is empty otherwise
   batch, head, i = row//(a.H*a.new), row//a.new%a.H, row%a.new
   sb, sh, ss = strides(a.layout, a.H, a.new, a.width if a.of_row is None else a.of_row)

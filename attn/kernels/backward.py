@@ -24,16 +24,16 @@ from attn.tinygrad_compat import UOp
 Carry = TypeVar("Carry")
 
 class BackwardTrip(Protocol[Carry]):
-  """The steps of the backward algorithms on one tile, as one thread sees them."""
+  """The steps of the backward algorithms on one tile: each method emits UOps for one thread."""
   # Either the workgroup owns queries and the tile holds keys, or the workgroup owns keys and the tile holds queries. The state `s` holds what
   # operations pass on to later ones: sums in registers, and tiles in LDS.
   def start(self, s:Carry) -> Carry: """Starts the products for S and dP, if the matrix unit works asynchronously, and returns the state."""
-  def lse(self, s:Carry) -> Any: """Returns the lse of the queries of this iteration."""
+  def lse(self, s:Carry) -> Any: """Returns the lse of the queries whose scores this iteration computes."""
   def scores(self, s:Carry) -> tuple[Carry, Any]:
-    """Computes S = Q K^T of the workgroup's rows and this iteration's tile, and returns the state and S."""
+    """Computes S = Q K^T of the rows that the workgroup owns and of the iteration's tile; returns (state, S)."""
   def weights(self, scores:Any, lse:Any) -> Any:
     """Applies score terms (bias, softcap, ...) and masks to S, and returns P = exp(S - lse) and the derivatives of the terms."""
-  def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T after dropout, and returns the state and dP - delta."""
+  def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T after dropout; returns (state, dP - delta)."""
   def ds(self, weights:Any, dp:Any, derivatives:Collection[str]|None=None) -> Any:
     """Returns dS = P * (dP - delta), times the derivatives of all score terms, or only of the terms named in `derivatives`."""
   def kept(self, weights:Any) -> Any:
@@ -43,11 +43,11 @@ class BackwardTrip(Protocol[Carry]):
     """Adds the product P^T dO, dS^T Q or dS K of this iteration's tile to the gradient `name`, and returns the state."""
 
 class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
-  """The steps of `gradients_of_kv` on one tile of queries, if workgroups that own keys also add up dQ."""
+  """The steps of `gradients_of_kv` on one tile of queries, in kernels whose workgroups own keys and also add to dQ."""
   # each workgroup computes the part of dQ that comes from its own keys, and adds this part to the fp32 accumulator of dQ in memory
   def start_dq(self, s:Carry, ds:Any) -> Carry:
     """Starts the product dS K for the queries of this iteration's tile, and returns the state; `ds` is dS, rounded."""
-  def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to the fp32 accumulator of dQ in memory, and returns the state."""
+  def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to dQ, fp32 sums in memory, and returns the state."""
 
 class HalfTrip(Protocol[Carry]):
   """The operations of `gradients_of_kv_in_halves` on one tile of queries, as one thread sees them."""
@@ -68,11 +68,11 @@ class FewQueriesTrip(BackwardTrip[Carry], Protocol[Carry]):
   def finish_keys(self, s:Carry) -> Carry: """Stores dK and dV of the tile's keys to memory, and returns the state."""
 
 class OwnUnit(Protocol[Carry]):
-  """The rows (or the block of a bias) that one workgroup owns, and the loop over the tiles that they need."""
+  """A workgroup: the rows (or the block of a bias) that it owns, and its loop over tiles."""
   @property
   def group(self) -> Workgroup: """The workgroup for which this object computes: its head, its rows, and its position in the grid."""
   def walk(self, s:Carry, work:Callable[[Carry, Any], Carry]) -> Carry:
-    """Loops over the tiles with the body `work(state, trip)`, which returns the new state, and returns the last state."""
+    """Loops over the tiles. The body `work(state, trip)` returns the new state; `walk` returns the state after the last tile."""
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
     """Returns the finished kernel, which ends with `stores`. It also sets rows of the tensors `cleared` that belong to no sequence to 0."""
 
@@ -81,20 +81,20 @@ class BackwardUnit(OwnUnit[Carry], Protocol[Carry]):
   @property
   def wanted(self) -> tuple[str, ...]: """Names of the gradients that the workgroup computes (dq, dk, dv), in the order of their accumulators."""
   def begin(self, s:Carry|None=None, stores:list[UOp]|None=None) -> Carry:
-    """Returns the state before the first tile of a pass; for a second pass, `s` and `stores` are the results of the first one."""
+    """Returns the state before the first tile of a loop over all tiles. In a second loop, `s` and `stores` are the results of the first."""
   def gradient(self, s:Carry, name:str) -> list[UOp]:
-    """Returns the stores of the gradient `name` ("dq", "dk" or "dv") of the workgroup's own rows to memory."""
+    """Returns the stores of the gradient `name` ("dq", "dk" or "dv") of the rows that the workgroup owns."""
 
 class FewQueriesUnit(OwnUnit[Carry], Protocol[Carry]):
-  """A workgroup that holds all queries of a head, and loops over a part of the keys."""
+  """A workgroup that holds all queries of a head, and loops over all keys or a part of them."""
   def begin(self) -> Carry: """Returns the state before the first tile: dQ is 0, the queries are on their way, and delta is stored."""
-  def gradient(self, s:Carry, name:str) -> list[UOp]: """Returns the stores of the gradient `name`, which is "dq", to memory."""
+  def gradient(self, s:Carry, name:str) -> list[UOp]: """Returns the stores of the gradient `name`, always "dq", to memory."""
 
 class QueriesUnit(BackwardUnit[Carry], Protocol[Carry]):
   def deltas(self, s:Carry) -> list[UOp]: """Returns the stores of delta to memory, from where the other kernels read it."""
 
 class BiasUnit(OwnUnit[Carry], Protocol[Carry]):
-  """A workgroup that owns a block of a bias and loops over all scores to which the block is added."""
+  """A workgroup that owns a block of a bias, and loops over all scores to which elements of the block are added."""
   # if all queries share the elements of the bias, the block is one row; if all keys share them, one column
   def begin(self) -> Carry: """Returns the state before the first tile: all sums are 0."""
   def sum(self, s:Carry, ds:Any, tile:Any) -> Carry:
@@ -192,7 +192,7 @@ def gradient_of_bias(unit:BiasUnit[Any]) -> UOp:
 
 class UnitOf(Protocol):
   def __call__(self, p:Problem, arch:Chip, tile:Any, args:tuple[UOp, ...], shapes:Shapes, parts:int) -> Any:
-    """Makes the object with the steps of a backward kernel for one workgroup, or a list with one object for each pass over the queries."""
+    """Makes a `BackwardUnit`, the object with the steps of a backward kernel, or a list with one for each pass over the queries."""
 
 def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
   """Returns a function of a problem, a chip and a tile that makes the kernel of dq, and of delta for the other kernels."""

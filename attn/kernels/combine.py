@@ -28,12 +28,12 @@ MERGED = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial"
 PARTS_AT_ONCE = 16          # partial results whose loads run at the same time: a thread has no other work while it waits
 
 def combine_arguments(p:Problem) -> dict[str, tuple[tuple[int, ...], str]]:
-  """Returns (shape, dtype) of the tensors that the kernel `combine` takes, by name and in order."""
+  """Returns {name: (shape, dtype)} of the tensors that the kernel `combine` takes, in order."""
   shapes = {**p.shapes, **arguments(p)}
   return {name: shapes[name] for name in MERGED if name in shapes}
 
 def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
-  """Returns the kernel that merges `splits` partial results; it takes the tensors of `combine_arguments(p)`, in this order."""
+  """Returns the kernel that merges `splits` partial results, as a function of the tensors that `combine_arguments(p)` names, in order."""
   # o = sum_g exp(lse_g - lse) o_g, lse = ln(sum_g exp(lse_g) + exp(sink)). The kernel subtracts the largest exponent before it takes exponentials. o
   # has the layout and dtype of the problem. A row without keys gives o = 0 and lse = -inf. A row that belongs to no sequence also gives o = 0 and lse
   # = -inf, for any sinks.
@@ -42,7 +42,7 @@ def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
   return lambda *args: merged(p, arch, splits, args)
 
 def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
-  """Divides the indices of the partial results into groups to be loaded together; returns (loops around the group, its indices) for each."""
+  """Divides the indices of partial results into groups that are loaded together; returns a list of (loops around the group, its indices)."""
   # if there are many key ranges, the first group is a loop that loads PARTS_AT_ONCE partial results in each iteration, and the last group has the
   # rest
   found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//PARTS_AT_ONCE*PARTS_AT_ONCE if splits >= 2*PARTS_AT_ONCE else 0

@@ -53,7 +53,7 @@ def dual_wave(p:Problem, arch:Chip, tile:Tile) -> Callable[..., UOp]:
 
 @dataclass(frozen=True)
 class DualWaveState(InOrder):
-  """What the kernel carries from one cluster to the next (a cluster is the code between two barriers)."""
+  """The values that pass from one cluster of the kernel to the next, where a cluster is the code between two barriers."""
   k0: LdsTile
   k1: LdsTile
   v0: LdsTile
@@ -67,25 +67,25 @@ class DualWaveState(InOrder):
 
   # Statements keep their order. A statement waits only for the values that it is given.
   def begin(self, statement:UOp) -> DualWaveState:
-    """Returns the state after one more statement. Statements keep their order, but loads of the state's values may move across them."""
+    """Returns the state after a new `statement`, executed after all earlier ones. Loads of values in the state may move across it."""
     # other operations of the program may run before or after it
     return replace(self, statements=self.statements.begin(statement))
   def keep(self, *stores:UOp) -> DualWaveState:
-    """Returns the state after `stores` to registers; the stored values are read through the state that `settled` returns."""
+    """Returns the state after `stores` to registers. The stored values may be read only in a state that `settled` has returned."""
     return replace(self, statements=self.statements.note(UOp.group(*stores)))
   def values_after(self, *deps:UOp) -> DualWaveState: return replace(self.after(*deps), statements=self.statements)
   def sync(self, statement:UOp) -> DualWaveState:
-    """Returns the state after one more statement, such that all values of the returned state are read after this statement."""
+    """Returns the state after a new `statement`. All values of this state are read after the statement."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1])
   def settled(self, statement:UOp) -> DualWaveState:
-    """Returns the state after one more statement, such that all its values are read after this statement, all earlier ones, and all stores."""
+    """Returns the state after a new `statement`. All values of this state are read after the statement, and after all earlier ones and stores."""
     s = self.begin(statement)
     return s.values_after(s.statements.effects[-1], UOp.group(*s.statements.effects))
 
 @dataclass(frozen=True)
 class DualWave:
-  """The kernel that `dual_wave` returns, for one problem, as one thread sees it."""
+  """Builder of the kernel that `dual_wave` returns: its methods make the UOps of clusters, as one thread runs them."""
   # the methods write the parts of the program; no field changes during the loop over tiles
   group: Workgroup
   tile: Tile
@@ -115,7 +115,7 @@ class DualWave:
   def wave(self) -> UOp: return ops.uniform(self.at.wave.cast(dtypes.int))
   @functools.cached_property
   def units(self) -> list[UOp]:
-    """Indices of the 16-byte units that this lane reads of a row of Q or K."""
+    """Indices of the 16-byte units of a row of Q or K that this lane reads."""
     return units_of(self.mat, HEAD, self.at.h)
   @functools.cached_property
   def q_operands(self) -> list[UOp]:
@@ -160,7 +160,7 @@ class DualWave:
     return self.load_v(s, s.v1, begin + 1)
 
   def trips(self, s:DualWaveState, first:UOp, count:UOp, scores:Scores, masked:Row|None) -> DualWaveState:
-    """Computes `count` pairs of tiles of keys, from tile `first` on, in a loop, and returns the state after the loop."""
+    """Computes 2*`count` tiles of keys, from tile `first` on, two in each iteration of a loop; returns the state after the loop."""
     # `masked` is this lane's query if masks may hide keys of these tiles, and None otherwise
     if (n := trip_count(count)) is None: return s
     r = self.group.grid.allocator.range(n, AxisType.LOOP)
@@ -174,7 +174,7 @@ class DualWave:
     return s.after(UOp.group(*inside.statements.effects).end(r))
 
   def late(self, s:DualWaveState) -> tuple[Lane, Row]:
-    """Returns (the lane's position in its wave, the lane's query), computed again after a loop, so that no register keeps them during it."""
+    """Returns (this lane's position in its wave, its query), computed again after a loop, so that no register keeps them during the loop."""
     lane = bounded(amd.opaque(self.at.lane, s.done), 0, self.mat.wave - 1)
     here, wave = replace(self.at, lane=lane), bounded(self.wave, 0, WAVES - 1)
     return here, self.group.row(wave*self.mat.N, here.n)
@@ -205,7 +205,7 @@ class DualWave:
     return s.settled(amd.barrier(s.done)), weights
 
   def read_values(self, s:DualWaveState, t:UOp, i:int) -> tuple[DualWaveState, list[list[UOp]]]:
-    """Reads V of tile t from LDS, starts the load of K of tile t+3 to LDS, and returns the state and V as operands."""
+    """Reads V of tile t from LDS, starts to load K of tile t+3 to LDS; returns (state, V as operands of matrix instructions)."""
     # cluster M1; `i` is 0 for the first of the two tiles of an iteration and 1 for the second: the two lie in different LDS buffers
     values = self.read_v(s.v_lds(i))
     s = self.load_k(s, s.k_lds(i + 1), t + 3)
@@ -232,7 +232,7 @@ class DualWave:
 
   # ***** the steps of clusters *****
   def weigh(self, s:DualWaveState, x:list[UOp], exps:list[UOp], scores:Scores, *deps:UOp) -> tuple[DualWaveState, list[UOp]]:
-    """Adds P (`exps`) of the scores `x` to the row sums; returns the state and P as operands of the next product."""
+    """Adds `exps`, P of the scores `x`, to the row sums; returns (state, P as operands of the product with V)."""
     # `exps` is P for the present m. After the operations `deps`, a branch checks whether m is high enough. If m is too low, the branch raises m and
     # computes P again.
     corrected = list[UOp]()

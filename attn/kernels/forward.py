@@ -16,20 +16,20 @@ from attn.tinygrad_compat import UOp
 State = TypeVar("State")
 
 class ForwardUnit(Protocol[State]):
-  """The steps of the forward algorithm on one kind of matrix unit, for one workgroup, as one thread sees them."""
+  """The steps of the forward algorithm on one kind of matrix unit: each method emits UOps for one thread of a workgroup."""
   # The state `s` holds what operations pass on to later ones: m (the number that the softmax subtracts from the scores of a row), l (the sum of P)
   # and O in registers, and tiles in LDS. `masked` is true for a tile of keys in which masks may hide scores.
   @property
-  def parts(self) -> Iterable[Any]: """The parts into which a tile of keys is divided: `weigh` and `add_to_o` are called once for each part."""
+  def parts(self) -> Iterable[Any]: """Parts of a tile of keys, computed one after another: `weigh` and `add_to_o` are called once for each part."""
   def begin(self) -> State: """Returns the state before the first key: m is the lowest number, and l and O are 0."""
   def loops(self) -> Iterable[TileLoop[Any]]:
-    """Returns the loops over the tiles of keys that the queries see; each iteration begins with its tile loaded or on its way."""
+    """Returns the loops over the tiles of keys that the queries see. At the start of an iteration its tile is loaded, or its copy has started."""
   def scores(self, s:State, t:UOp, masked:bool) -> tuple[State, Any]:
-    """Computes S = Q K^T of tile t, after score terms and masks, and returns the state and S (None if the state holds S)."""
+    """Computes S = Q K^T of tile t, after score terms and masks; returns (state, S, or None if the state holds S)."""
   def weigh(self, s:State, x:Any, t:UOp, part:Any, masked:bool) -> tuple[State, Any]:
-    """Computes P = exp(S - m) of one part of tile t, adds its sum to l, and returns the state and P."""
+    """Computes P = exp(S - m) of one part of tile t, adds its row sums to l; returns (state, P)."""
   def add_to_o(self, s:State, p:Any, t:UOp, part:Any, masked:bool) -> UOp:
-    """Adds P V of one part of tile t to O, and returns the statement or the stores by which O changes."""
+    """Adds P V of one part of tile t to O, and returns the last operation of this addition."""
   def kernel(self, s:State) -> UOp: """Returns the kernel, which ends with the stores of O / l and of lse = m + log(l)."""
 
 def online_softmax(unit:ForwardUnit[Any]) -> UOp:

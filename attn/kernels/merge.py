@@ -27,18 +27,18 @@ from attn.tinygrad_compat import Estimates, KernelInfo, UOp, dtypes
 
 @dataclass(frozen=True)
 class RowRange:
-  """Rows `first` to `first + count - 1` of each head."""
+  """The rows `first` to `first + count - 1` of each head that a partial result has."""
   first: int
   count: int
   def has(self, row:UOp) -> UOp: return (row >= self.first) & (row < self.first + self.count)
 
 def part_places(p:Problem, rows:int) -> list[int]:
-  """Returns where o, LSE and (with p.wide_scores) LSE's rounding error begin in a buffer for `rows` rows of each head, and the buffer's length."""
+  """Returns the indices at which o, LSE and, with p.wide_scores, LSE's rounding error begin in a partial result's buffer, then its length."""
   sizes = (p.B*p.H*rows*n for n in (p.Dv, 1, *[1]*p.wide_scores))
   return [0, *itertools.accumulate(round_up(n, UNIT_BYTES//4) for n in sizes)]
 
 def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]:
-  """Loads one row from a partial result's buffer, which holds the rows `rows`, and returns (elements of o, LSE, rest of the LSE or None)."""
+  """Loads one row from `part`, the buffer of a partial result with the rows `rows`; returns (elements of o, LSE, rounding error of LSE or None)."""
   # The rest is what rounding the LSE to fp32 lost; it is None unless p.wide_scores. If the buffer does not have the row, o is 0 and LSE is -inf.
   p, (batch, head, query) = at.p, at.coordinates
   inside, own, places = rows.has(query) & at.there, query - rows.first, part_places(p, rows.count)
@@ -49,7 +49,7 @@ def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]
   return ops.as_float(values), inside.where(number(1), NEG_INF), number(2) if p.wide_scores else None
 
 def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...]=()) -> Callable[..., UOp]:
-  """Returns the kernel that merges partial results into the outputs of `p`; parts[i] says which rows of each head result i holds."""
+  """Returns the kernel that merges partial results into the outputs of `p`. parts[i] says which rows of each head partial result i has."""
   # The kernel takes one buffer for each partial result. A row that no partial result holds gives o = 0 and lse = -inf. With p.sinks, `there` says
   # which rows are real: the kernel adds the sinks only to these rows. All other rows are padding.
   for rows in (*parts, *there):

@@ -58,7 +58,7 @@ class LatentState(TripState):
 
 @dataclass(frozen=True)
 class AmdLatent:
-  """The forward kernel of latent attention for one problem, as one thread sees it, with a method for each operation of `online_softmax`."""
+  """Builder of the forward kernel of latent attention on AMD: its methods return the UOps of the steps of `online_softmax`, for one thread."""
   # no field changes during the loop over tiles of keys
   tile: MlaTile
   new: Allocator
@@ -92,17 +92,17 @@ class AmdLatent:
   @property
   def names(self) -> ScalarPlaces: return self.tile.scalar_places(self.group.p)
   def in_block(self, tile:int|UOp) -> UOp:
-    """Returns the index of the query that this lane has in matrix tile `tile`, among the workgroup's own queries."""
+    """Returns the index, among the queries that the workgroup owns, of the query that this lane has in matrix tile `tile`."""
     return tile*self.mat.N + self.at.n
   @functools.cached_property
   def own(self) -> UOp:
-    """Index, among the workgroup's own queries, of the query whose scores this lane computes."""
+    """Index, among the queries that the workgroup owns, of the query whose scores this lane computes."""
     return self.in_block(self.share.tile)
   @functools.cached_property
   def query(self) -> Row: return self.group.row(self.own)
   @functools.cached_property
   def q(self) -> OwnRows:
-    """The row of Q that this lane holds: operand B of S^T = K Q^T."""
+    """The row of Q whose scores this lane computes, as operand B of S^T = K Q^T."""
     group, units = self.group, units_of(self.mat, contraction(self.mat, self.group.p.D), self.at.h)
     return OwnRows(self.at, group.rows_of("q"), group.first_row, self.tile.block_m, [self.own], units, None, self.tile.q_reloaded)
   @property
@@ -171,7 +171,7 @@ class AmdLatent:
   def k_tile(self, s:LatentState, t:UOp) -> LdsTile: return self.trips.in_lds(s, t, "k").row_tile
 
   def raw_scores(self, s:LatentState, t:UOp) -> list[UOp]:
-    """Returns S^T = K Q^T of this wave's keys and queries in tile t, without score terms and masks, as C fragments."""
+    """Returns S^T = K Q^T for the keys and queries of tile t that this wave computes, as C fragments, without score terms and masks."""
     tiles, p = self.share.keys//self.mat.M, self.group.p
     k = self.k_tile(s, t).from_row(self.share.part*self.share.keys)
     def added(start:list[list[UOp]], units:slice) -> list[list[UOp]]:
@@ -182,7 +182,7 @@ class AmdLatent:
     return added([found], slice(latent, None))[0]
 
   def highest(self, s:LatentState, top:UOp) -> UOp:
-    """Returns the largest score of the lane's query in all lanes and waves; `top` is the largest in this lane."""
+    """Returns the largest score of this lane's query, compared over all lanes and waves; `top` is the largest in this lane."""
     for step in self.mat.group_steps:
       pair = amd.pair(top, step, self.mat)
       top = ops.max_(ops.extract(pair, 0), ops.extract(pair, 1))
@@ -191,7 +191,7 @@ class AmdLatent:
     return functools.reduce(ops.max_, [told.load(self.names.top(part), self.own) for part in range(self.share.key_parts)])
 
   def store_weights(self, s:LatentState, packed:list[UOp]) -> list[UOp]:
-    """Returns the stores of P, packed to 16 bits, to LDS."""
+    """Returns the stores of P, packed to 16 bits (`packed`), to LDS."""
     # 16 bytes at a time; a row of P in LDS has the keys in the order in which the lanes hold them in registers, not in ascending order
     # (`staging.key_rows`)
     mat, words = self.mat, UNIT_BYTES//4

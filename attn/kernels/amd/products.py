@@ -1,5 +1,4 @@
-"""The two kinds of matrix product in an iteration over tiles: rows of a tile in LDS times own rows (scores or dP), and columns of a tile in LDS times
-weights (O or gradients)."""
+"""The matrix products of an iteration over tiles: rows of a tile times own rows (S or dP), and columns of a tile times P or dS (O or gradients)."""
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ WAITED_FOR = 4   # units of own rows that are loaded at the same time, if regist
 
 @dataclass(frozen=True)
 class OwnRows:
-  """The rows of a tensor that a workgroup owns, as operand B of products that sum along the rows."""
+  """The rows of a tensor that a workgroup owns, as operand B of products that sum over the elements of a row."""
   # The rows form matrix tiles, and a lane has one row of each. The lane keeps its 16-byte units of these rows in registers, or in LDS if there are
   # too few registers.
   at: Lane
@@ -36,7 +35,7 @@ class OwnRows:
 
   @staticmethod
   def of(at:Lane, rows:Rows, first:UOp, block_m:int, new:Allocator, in_lds:bool, sparing:bool, statements:Statements) -> OwnRows:
-    """Makes the workgroup's own rows, `block_m` from row `first` on: one matrix tile for each wave, kept in LDS or in registers."""
+    """Makes the object for the `block_m` rows from row `first` on, one matrix tile for each wave, which LDS or registers keep."""
     # `sparing`: registers are short, so at most WAITED_FOR units are loaded at the same time, and `statements` orders the loads
     mat, layout = at.matrix, row_layout(at.matrix, block_m, rows.width)
     lds, units = LdsTile.of(new, layout) if in_lds else None, units_of(mat, contraction(mat, rows.width), at.h)
@@ -55,7 +54,7 @@ class OwnRows:
 
   @property
   def together(self) -> list[list[UOp]]:
-    """Indices of the 16-byte units of a row that this lane loads, as a list of groups; the units of a group are loaded together."""
+    """Indices of the 16-byte units that this lane loads of a row, in a list of groups: the units of a group are loaded at the same time."""
     n = WAITED_FOR if self.statements is not None else len(self.units)
     return [self.units[i:i + n] for i in range(0, len(self.units), n)]
 
@@ -75,7 +74,7 @@ class OwnRows:
     return self.lds.after(workgroup_barrier(UOp.group(*stores)))
 
   def operands(self, t:UOp, steps:slice, *after:UOp) -> list[list[UOp]]:
-    """Returns operand B for each matrix tile of own rows, made of the lane's 16-byte units number `steps` of each row."""
+    """Returns operand B for each matrix tile of rows that the workgroup owns, made of the 16-byte units `steps` that this lane has of a row."""
     # Rows that do not stay in registers are read again in each iteration t, after the operations `after`.
     mat = self.at.matrix
     if self.lds is None and not self.reloaded: return [operands(mat, units[steps]) for units in self.loaded]
@@ -122,7 +121,7 @@ class TurnedColumns:
 
 @dataclass(frozen=True)
 class Products:
-  """The matrix products of a loop iteration, with scheduling fences that keep the compiler from reading too many operands at once."""
+  """The matrix products of an iteration, with fences between them that keep the compiler from reading too many operands at once."""
   # Operand A is read from LDS to registers. Without a limit, the compiler would read many units of A before it multiplies them, and run out of
   # registers. A read of A after a fence waits for the products before the fence. `with_rows` has a fence after every `fenced` 16-byte units of a row
   # of A, `with_columns` after each matrix tile of A. With `fenced` = 0 there are no fences.
@@ -135,7 +134,7 @@ class Products:
   def matrix(self) -> Matrix: return self.at.matrix
 
   def with_rows(self, tile:LdsTile, count:int, own:OwnRows, t:UOp, start:list[list[UOp]]) -> list[list[UOp]]:
-    """Returns `start` + A B, where A is `count` matrix tiles of rows in LDS, and B is the workgroup's own rows."""
+    """Returns `start` + A B, where A is `count` matrix tiles of rows in LDS, and B the rows that the workgroup owns."""
     # The result and `start` are lists of C fragments, one list for each matrix tile of own rows. Own rows that do not stay in registers are read
     # again in each iteration t.
     mat, tiles, together = self.matrix, [list(column) for column in start], self.fenced or FENCE_UNITS
@@ -148,7 +147,7 @@ class Products:
     return tiles
 
   def column_operands(self, tile:LdsTile|TurnedColumns, block_n:int, dt:int) -> list[UOp]:
-    """Returns operand A, read from LDS, for matrix tile number `dt` of the columns of a tile of `block_n` rows."""
+    """Returns operand A, read from LDS, of matrix tile number `dt` of columns of a tile with `block_n` rows."""
     # M is the matrix instruction's number of rows; a product with these operands sums over the tile's rows
     mat = self.matrix
     return operands(mat, [tile.load(self.at.n + dt*mat.M, u) for u in units_of(mat, block_n, self.at.h)])
@@ -171,5 +170,5 @@ class Products:
     return accs
 
 def zeros(mat:Matrix, columns:int, tiles:int) -> list[list[UOp]]:
-  """Returns C fragments that are 0: `columns` lists of `tiles` fragments."""
+  """Returns C fragments of zeros: `columns` lists of `tiles` fragments each."""
   return [[ops.splat(0.0, mat.accumulator)]*tiles for _ in range(columns)]

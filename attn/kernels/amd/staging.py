@@ -20,7 +20,7 @@ FAST_QUADS = 8                    # quads that vary fastest over threads: their 
 
 @dataclass(frozen=True)
 class Staging:
-  """The part of a tile that one thread copies from global memory to LDS, as a list of 16-byte items."""
+  """The part of a tile that one thread copies from global memory to LDS, as a list of items: 16 bytes of one row, or of each of four rows."""
   # An item is 16 bytes of one row. If the tile is transposed on the way, an item is the same 16 bytes of a quad, four neighbouring rows. Each entry
   # of `items` is (row or quad, which 16 bytes of the row, whether the item exists).
   rows: int
@@ -39,7 +39,7 @@ class Staging:
     if self.across: return ceildiv(self.rows, self.threads//self.across)*ceildiv(self.units, self.across)
     return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
-    """Returns (row, which 16 bytes of the row, whether they exist) of this thread's j-th item; a transposed tile has groups of four rows."""
+    """Returns (row, index of 16 bytes in the row, whether the item exists) of this thread's j-th item; row counts fours if the tile is transposed."""
     if self.across:
       rows, parts = self.threads//self.across, ceildiv(self.units, self.across)
       row, unit = self.thread//self.across + j//parts*rows, self.thread%self.across + j%parts*self.across
@@ -55,11 +55,11 @@ class Staging:
     return row, unit//block*block + unit%self.together*self.apart + unit%block//self.together, gate
 
 def quads_of_unit(matrix:Matrix) -> int:
-  """Returns how many groups of four neighbouring rows have their elements of one column in a 16-byte unit of V^T: 2 for 16-bit elements."""
+  """Returns how many groups of four neighbouring rows a 16-byte unit of V^T contains: 2 for 16-bit elements."""
   return matrix.unit//TURNED_ROWS
 
 def key_rows(matrix:Matrix, quad:UOp) -> list[UOp]:
-  """Returns which four keys stand at position `quad`, counted in groups of four, of a row of V^T in LDS."""
+  """Returns which four keys lie at elements 4*`quad` to 4*`quad` + 3 of a row of V^T in LDS."""
   # The keys of a row are not in ascending order: each lane group reads units of its own, and finds there exactly the keys whose weights it holds in
   # registers, in the same order. With g lane groups, group h reads units h, h + g, h + 2*g, ...
   unit, part = quad//quads_of_unit(matrix), quad%quads_of_unit(matrix)
@@ -96,7 +96,7 @@ class StagedTile(InLds):
     lies, turned = (x.after(*deps) if x is not None else None for x in (self.lies, self.turned))
     return replace(self, lies=lies, turned=turned)
   def nth(self, i:UOp) -> StagedTile:
-    """Returns this tile, as it lies in LDS buffer number `i`."""
+    """Returns this tile at its address in LDS buffer number `i`."""
     lies, turned = (x.nth(i) if x is not None else None for x in (self.lies, self.turned))
     return replace(self, lies=lies, turned=turned)
   @property
@@ -113,12 +113,12 @@ class StagedTile(InLds):
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return self.carried.items if self.only is None else [self.carried.item(self.only)]
   @property
   def single(self) -> list[StagedTile]:
-    """This tile as a list of tiles to be copied one after another, in each of which a thread copies 16 bytes or one group of four rows."""
+    """This tile as a list of smaller tiles, copied one after another: of each, a thread copies a single item of 16 bytes or of four rows."""
     # saves registers
     return [replace(self, only=i) for i in range(self.carried.count)]
 
   def with_new_addresses(self, t:UOp) -> StagedTile:
-    """Returns this tile with addresses that are computed again in iteration t, and so need no registers between iterations."""
+    """Returns this tile with addresses that iteration t computes again, so that no registers hold them between iterations."""
     # else registers would hold the addresses during the whole loop
     thread = bounded(amd.opaque(self.carried.thread, t), 0, self.carried.threads - 1)
     return replace(self, carried=replace(self.carried, thread=thread))
@@ -130,7 +130,7 @@ class StagedTile(InLds):
     return [rows.load_units(first, n, row, unit, gate) for quad, unit, gate in self.items for row in key_rows(self.matrix, quad)]
 
   def store(self, parts:list[UOp]) -> list[UOp]:
-    """Returns the stores of `parts`, the registers that `fetch` returned, to the tile in LDS and to the transposed tile in LDS."""
+    """Returns the stores of `parts`, the registers that `fetch` returned, to this tile in LDS, row by row, transposed, or both."""
     if self.convert is not None: parts = [self.convert(x) for x in parts]
     if self.turned is None:
       return [self.row_tile.store(row, unit, part, gate) for part, (row, unit, gate) in zip(parts, self.items)]

@@ -40,7 +40,7 @@ class MmaBackwardState(CopyGroups):
 
   @staticmethod
   def of(warps:Warps, tile:MmaBackwardTile, accs:int) -> MmaBackwardState:
-    """Makes the state, with `accs` accumulators for each tile of rows that the block owns."""
+    """Makes the state, with `accs` accumulators for each 16 rows that a warp owns."""
     new = warps.group.grid.allocator
     return MmaBackwardState(new.lds(tile.lds_bytes(warps.group.p)//UNIT_BYTES), new.registers(tile.row_tiles*accs, nv.F4),
                             new.registers(len(query_value_names(warps.group.p))*tile.carried), Statements.of(new))
@@ -49,7 +49,7 @@ MmaWork = Callable[[MmaBackwardState, "MmaTrip"], MmaBackwardState]
 
 @dataclass(frozen=True)
 class MmaBackward:
-  """A backward kernel for one problem, as one thread sees it, with a method for each operation of the algorithm."""
+  """Builder of a backward kernel with mma.sync for one problem: its methods return the UOps of the kernel's steps, as one thread runs them."""
   # if the kernel loops over the tiles twice (two passes), there is one object for each pass; no field changes during the loop over the tiles of one
   # head
   warp_rows: WarpRows[SwizzledRows]
@@ -81,7 +81,7 @@ class MmaBackward:
   # ***** shared memory *****
   def stage(self, t:UOp) -> UOp: return t%self.tile.stages*self.tile.stage(self.group.p) + self.warp_rows.size
   def walked(self, name:str, t:UOp) -> SwizzledRows:
-    """Returns the layout, in the ring buffer, of tile t of the tensor `name`, over whose tiles the block loops."""
+    """Returns the layout, in the ring buffer, of the rows of tensor `name` in tile t of the loop."""
     return self.warp_rows.layout_of(name, self.tile.block_n, self.stage(t))
   def place_of_query_values(self, t:UOp) -> UOp:
     """Returns the index of the 16-byte unit of shared memory at which lse and delta of the queries of tile t begin."""
@@ -114,7 +114,7 @@ class MmaBackward:
     return over_tiles(s, tiles, self.group.grid.allocator, trip)
 
   def over_parts(self, s:MmaBackwardState, t:UOp, masked:bool, work:MmaWork) -> MmaBackwardState:
-    """Calls `work(state, steps)` for each part of tile t in turn, to save registers, and returns the last state."""
+    """Calls `work(state, steps)` for each part of tile t, one after another to save registers, and returns the last state."""
     # `trip` has the operations on a part; parts take fewer registers than a whole tile; `masked`: whether masks may hide scores of the tile
     parts, score = self.tile.block_n//self.tile.part_n, replace(self.warp_rows.scores, block_n=self.tile.part_n)
     for part in range(parts): s = work(s, MmaTrip(self.warp_rows, score, t*parts + part, masked, self, t, part))
@@ -141,7 +141,7 @@ class MmaBackward:
 
   @property
   def carried(self) -> list[UOp]:
-    """Positions, in a tile of queries, of the queries whose lse and delta this thread copies to shared memory."""
+    """Indices, in a tile of queries, of the queries whose lse and delta this thread copies to shared memory."""
     return [self.warp_rows.warps.at.thread + i*self.tile.threads for i in range(self.tile.carried)]
 
   # ***** gradients, and the kernel *****
@@ -161,7 +161,7 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   @property
   def mat(self) -> Mma: return self.of.tile.matrix
   def query_values(self, s:MmaBackwardState, kind:int) -> list[UOp]:
-    """Loads one number of each query in this part of a tile (kind 1: -delta, 0 and 2: its lse): a vector for each C fragment."""
+    """Loads one number of each query in this part of a tile (`kind` 1: -delta; 0 and 2: two numbers made of its lse), as vectors for C fragments."""
     # The numbers lie in shared memory. 1 is -delta. The others are the two numbers of the query's `Normaliser`, which turns scores into P: 0 is
     # `low`, and 2 is `high`, which only some problems have.
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile
@@ -169,7 +169,7 @@ class MmaTrip(WarpTrip[SwizzledRows]):
     return [pairs[first + n*self.mat.N//2].load() for n in self.columns]
 
   def product(self, s:MmaBackwardState, which:int, start:list[list[UOp]]) -> list[list[UOp]]:
-    """Returns `start` + A B as C fragments: S if `which` is 0, dP if 1."""
+    """Returns `start` + A B as C fragments, where A B is S (`which` 0) or dP (1)."""
     # A is the rows that the block owns, and B the rows of this iteration's part of a tile, transposed. `start` and the result have a list of C
     # fragments for each tile of own rows.
     mat, tiles, first, row_tiles = self.mat, [list(row) for row in start], self.part*self.of.tile.part_n, range(self.of.tile.row_tiles)

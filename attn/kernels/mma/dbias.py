@@ -28,7 +28,7 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 # tiles pass through a ring buffer. The sums are fp32 numbers in registers.
 
 def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBackwardState) -> MmaBackward:
-  """Returns the steps of backward, in one iteration of the loop over groups of queries, for the queries that `group` owns."""
+  """Returns the object with the steps of backward for the queries that `group` owns in one iteration of the loop."""
   # P is 0 for queries beyond the last query, because dS may be summed over queries
   queries: WarpRows[SwizzledRows] = WarpRows(Warps(group, at), tile, (), group.first_head)
   normalisers = [[x.where(row.there) for x, row in zip(own, rows)] for own, rows in zip(queries.normalisers, queries.of_lane)]
@@ -37,7 +37,7 @@ def _queries_of(group:Workgroup, at:MmaLane, tile:MmaBackwardTile, state:MmaBack
 
 @dataclass(frozen=True)
 class MmaBias:
-  """The kernel for the gradient of a bias on mma.sync, as one thread sees it, with the steps of `BiasUnit`."""
+  """Builder of the kernel for the gradient of a bias with mma.sync: its methods return the UOps of the steps of `BiasUnit`, for one thread."""
   of: MmaBackward      # the queries of the first iteration
   bias: BiasPart
 
@@ -90,12 +90,12 @@ class MmaBias:
 
   # ***** the stores *****
   def of_rows(self, of:MmaBackward, ds:list[list[UOp]]) -> list[tuple[Row, list[UOp]]]:
-    """Splits C fragments into rows: returns (row, its elements as vectors of two neighbouring keys) for each row that this lane holds."""
+    """Splits C fragments of dS into rows: returns a list of (row, its elements as vectors of two neighbouring keys) for this lane's rows."""
     # `ds` has a list of C fragments for each matrix tile of queries
     return [(row, [ops.slice_(x, 2*r, 2) for x in own]) for rows, own in zip(of.warp_rows.of_lane, ds) for r, row in enumerate(rows)]
 
   def stores(self, of:MmaBackward, t:UOp, ds:list[list[UOp]], part:int=0) -> list[UOp]:
-    """Returns the stores of dS (`ds`, C fragments) to the bias's gradient, for the keys of part number `part` of tile t."""
+    """Returns the stores of dS, C fragments, to the gradient of the bias, for the keys of part number `part` of tile t."""
     # `ds` has a list of C fragments for each matrix tile of queries
     first = t*of.tile.block_n + part*of.tile.part_n + self.at.h*of.tile.matrix.block
     return [x for row, columns in self.of_rows(of, ds) for n, values in enumerate(columns)
@@ -118,7 +118,7 @@ class MmaBias:
     return [x for row, (total,) in rows for x in self.bias.stores(self.group, row, UOp.const(0), total, row.there & first)]
 
   def sums_of_rows(self, s:MmaBackwardState, rows:list[list[UOp]]) -> list[UOp]:
-    """Sums dS (`rows`, a list of vectors for each of the lane's rows) over all queries of the block, and returns the stores of the sums."""
+    """Sums dS over all queries of the block, and returns the stores of the sums. `rows` lists dS of each row that this lane holds."""
     # First over the rows of a lane, then over the lanes of a warp, then, through shared memory, over the warps. `rows` has for each of the lane's
     # rows a list of vectors of neighbouring keys.
     at, tile, mat, one = self.at, self.of.tile, self.of.tile.matrix, self.share.broadcast[3]

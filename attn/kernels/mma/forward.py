@@ -31,21 +31,21 @@ EXACT_PRODUCTS = 128     # products of 8-bit floats that are added in a short su
 
 @dataclass(frozen=True)
 class Operands:
-  """The A operands of S = Q K^T, if registers keep them during the loop over keys."""
+  """Operands A of S = Q K^T that registers keep during the loop over keys; none if Q stays in shared memory."""
   # a tuple for each matrix tile of queries, with one operand for each step of the product; empty if Q stays in shared memory
   of_tiles: tuple[tuple[UOp, ...], ...] = ()
   def after(self, *deps:UOp) -> Operands: return self
 
 @dataclass(frozen=True)
 class MmaState(CopyGroups, SoftmaxState):
-  """The values that the loop over keys carries from iteration to iteration: those of the softmax, operands of Q, and scales of V's rows."""
+  """The values that the loop over keys carries from iteration to iteration: those of the softmax, Q as operands A, and scales of V."""
   # `MmaForward.kinds` names the sums of P that l holds
   q: Operands
   scales: Optional     # of the iteration's rows of V, if V is stored in 8 bits
 
 @dataclass(frozen=True)
 class MmaForward(WarpsForward[MmaTile, MmaState]):
-  """The forward kernel with mma.sync for one problem, as one thread sees it."""
+  """Builder of the forward kernel with mma.sync for one problem: its methods return the UOps of the kernel's steps, as one thread runs them."""
   @staticmethod
   def of(p:Problem, arch:Chip, tile:MmaTile, args:tuple[UOp, ...]) -> MmaForward:
     warps, mat = Warps.of(p, arch, tile, tile.matrix, args).with_keys(tile.warp_keys), tile.matrix
@@ -58,7 +58,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
   # ***** sizes *****
   @property
   def kinds(self) -> tuple[str, ...]:
-    """Names of the sums of P that registers hold for each row, e.g. ONES (P after rounding) and LANE (P before rounding)."""
+    """Names of the sums of P that registers hold for each row, e.g. ONES (the sum after rounding) and LANE (before rounding)."""
     # ONES: the sum of P in the form that is multiplied by V: rounded, and times the scales of V's rows if V is stored in 8 bits. UNSCALED, only if V
     # is stored in 8 bits: the sum of rounded P without these scales. LANE, only if an LSE is written: the sum of P before rounding.
     return (ONES, *[UNSCALED]*bool(self.p.stored), *[LANE]*(self.warps.group.lse is not None))
@@ -71,12 +71,12 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
   def of_bytes(self) -> bool: return self.mat.size == 1
   @property
   def alternating(self) -> bool:
-    """Whether of two neighbouring C fragments of O the first has the even columns and the second the odd columns of 16 columns."""
+    """Whether, of two neighbouring C fragments of O, the first has the 8 even and the second the 8 odd columns of 16 columns."""
     # so if V is stored in 8 bits
     return self.p.key_itemsize == 1
   @property
   def exact_steps(self) -> int:
-    """Number of matrix instructions whose products may be summed in one accumulator before the sum is added in fp32; 0: any number."""
+    """Number of matrix instructions that may add to one accumulator before the kernel adds it to an fp32 sum; 0: any number."""
     # some chips add products of 8-bit floats with fewer bits than fp32; the kernel adds such partial sums in fp32
     return EXACT_PRODUCTS//self.mat.K if self.of_bytes and self.warps.group.arch.short_sums and not self.p.fast_accumulate else 0
   @property
@@ -89,7 +89,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return range(round_up(self.p.D, self.mat.K)//self.mat.K)
   @property
   def parts(self) -> list[range]:
-    """The parts of a tile of keys that are computed one after another, each as a range of matrix instructions of O += P V."""
+    """The parts of a tile of keys that are computed one after another, each as a range of the matrix instructions of O += P V."""
     # P of a part is computed and multiplied by V before P of the next part; in each step one matrix instruction multiplies 16 (of 8-bit floats: 32)
     # keys
     steps = self.tile.warp_keys//self.mat.K
@@ -97,18 +97,18 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return [range(i*steps//n, (i + 1)*steps//n) for i in range(n)]
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """Indices, among the block's own rows, of the first row of each matrix tile of queries that this warp computes."""
+    """Indices, among the rows that the block owns, of the first row of each matrix tile of queries that this warp computes."""
     return [(self.warps.at.wave//self.tile.key_waves*self.tile.q_tiles + t)*self.mat.M for t in range(self.tile.q_tiles)]
   @property
   def share(self) -> UOp:
-    """Index of this warp among the warps that compute the same queries, each for other keys of a tile."""
+    """Index of this warp among the warps that compute the same queries with different keys of a tile."""
     return self.warps.at.wave%self.tile.key_waves
   @property
   def first_key(self) -> UOp:
     """Index, in the tile of keys, of the first key that this warp computes."""
     return self.share*self.tile.warp_keys
   def own_tile(self, t:UOp) -> UOp:
-    """Returns the index of the keys that this warp computes in iteration t, counted in groups of `warp_keys` keys."""
+    """Returns the index of the group of `warp_keys` keys that this warp computes in iteration t, counted over the whole sequence."""
     # for example, if four warps compute the same queries, iteration 0 has the groups 0 to 3, one for each of these warps
     return t*self.tile.key_waves + self.share
   @functools.cached_property
@@ -139,7 +139,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return self.fetch(s, t + self.tile.stages - 1), None
 
   def with_scales(self, s:MmaState, t:UOp, masked:bool) -> MmaState:
-    """Loads the scales of V's rows in tile t to registers, and returns the state."""
+    """Loads the scales of V's rows in tile t to registers, makes l NaN for queries that see a NaN scale, and returns the state."""
     # If a scale is NaN, the row sums l become NaN for the queries that see its key; `masked`: whether masks may hide keys of the tile.
     q_tiles, scales = self.tile.q_tiles, self.scales(s, t, 1)
     nans = [nans_of_scales(self.warps.group.scores, scales, rows, self.own_tile(t), masked) for rows in self.queries]
@@ -148,7 +148,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return s.store(store_all(s.scales.value, map(scale_in_range, scales)), add_all(s.l, nans, range(first, first + q_tiles)))
 
   def factors(self, s:MmaState, p:UOp, tile:int) -> UOp:
-    """Returns `p`, a C fragment of P, multiplied by the scales of V's 8-bit rows (if V has scales); `tile` numbers the fragment."""
+    """Returns `p`, a C fragment of P, multiplied by the scales of V, if V has scales; `tile` is the index of the fragment in its row."""
     # `tile` is the index of the fragment in its row of fragments
     return p if s.scales.value is None else scaled_weights(p, s.scales.value[tile].load(), nv.ROWS)
 
@@ -194,20 +194,20 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
 
   # ***** sums over warps with the same queries *****
   def results_of_warp(self, s:MmaState, qt:int) -> tuple[UOp, list[UOp], list[UOp]]:
-    """Returns what this warp has computed for matrix tile `qt` of queries: (m, row sums of P, C fragments of O)."""
+    """Returns (m, row sums of P, C fragments of O) that this warp has computed for matrix tile `qt` of queries."""
     # m: the number that the softmax subtracts from a row's scores
     sums = [s.l[self.kinds.index(kind)*self.tile.q_tiles + qt].load() for kind in self.kinds_of_result]
     return s.m[qt].load(), sums, [s.acc[qt*self.d_tiles + dt].load() for dt in range(self.d_tiles)]
 
   def place_of_result(self, share:UOp|int, qt:int, i:UOp|int) -> UOp:
-    """Returns the index of the 16-byte unit of shared memory for this lane's i-th vector of warp `share`'s results."""
+    """Returns the index of the 16-byte unit of shared memory that holds this lane's i-th vector of the results of warp `share`."""
     # `share` is the index of the warp among the warps that compute the same queries
     wave = self.warps.at.wave//self.tile.key_waves*self.tile.key_waves + share
     per = self.d_tiles + 2
     return (wave*self.tile.q_tiles*per + qt*per + i)*self.mat.wave + self.warps.at.lane
 
   def stored_results(self, s:MmaState) -> MmaState:
-    """Stores this warp's results to shared memory, waits until all warps have done so, and returns the state."""
+    """Stores this warp's results to shared memory, waits until all warps have stored theirs, and returns the state."""
     puts = []
     for qt in range(self.tile.q_tiles):
       m, sums, accs = self.results_of_warp(s, qt)
@@ -241,7 +241,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return v.moved_to(q.size + self.tile.stages*k.size + t%self.tile.stages*v.size)
 
   def first_scale(self, t:UOp) -> UOp:
-    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats."""
+    """Returns the index in shared memory, counted in floats, of the first scale of the 8-bit rows of tile t."""
     # those of keys first, then those of values
     q, k, v = self.tile.layouts(self.p)
     return (q.size + self.tile.stages*(k.size + v.size) + t%self.tile.stages*self.tile.scales(self.p))*(UNIT_BYTES//4)
@@ -252,18 +252,18 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     copies = self.warps.copies_of_keys(s.shared, t, self.k_rows(t), self.v_rows(t))
     return s.started(copies + (self.stored.copies(s.shared, t, self.first_scale(t)) if self.p.stored else []))
   def q_operand(self, s:MmaState, qt:int, step:int) -> UOp:
-    """Returns operand A of S = Q K^T for matrix tile `qt` of queries and step `step`, read from shared memory."""
+    """Returns operand A of S = Q K^T, read from shared memory: step `step` (16 columns) of matrix tile `qt` of queries."""
     if self.p.stored: return self.stored.q_operand(s.shared, self.tile.layouts(self.p)[0], self.in_block[qt], step)
     row, unit = self.mat.a_address(self.warps.at.lane)
     return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 
   def k_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of S = Q K^T, read from tile t, for step `step` and the `pair`-th 16 keys of this warp."""
+    """Returns operand B of S = Q K^T, read from tile t: step `step` (16 columns) of this warp's `pair`-th 16 keys."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(units:int) -> UOp: return s.read(self.k_rows(t), self.first_key + row, unit, pair*2*self.mat.N, units)
     return self.stored.k_operand(read(step//2*2), step) if self.p.stored else read(2*step)
   def v_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of O += P V, read from tile t, for step `step` and the `pair`-th two C fragments of O."""
+    """Returns operand B of O += P V, read from tile t: step `step` (16 keys) for the `pair`-th two C fragments of O."""
     # A step is one matrix instruction, for 16 keys (32 of 8-bit floats). If V is stored in 8 bits, one fragment has the even columns and the other
     # the odd columns; otherwise they are neighbours.
     row, unit = self.mat.b_transposed_address(self.warps.at.lane)
@@ -274,14 +274,14 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
 
   # ***** products *****
   def raw_scores(self, s:MmaState, t:UOp) -> list[list[UOp]]:
-    """Returns S = Q K^T of tile t, without score terms and masks: C fragments for each matrix tile of queries."""
+    """Returns S = Q K^T of tile t before score terms and masks: for each matrix tile of queries a list of C fragments."""
     def a(qt:int, step:int) -> UOp: return self.q_operand(s, qt, step) if self.tile.q_in_lds else s.q.of_tiles[qt][step]
     zeros = [[nv.zero(s.done)]*self.k_tiles for _ in range(self.tile.q_tiles)]
     return self.multiplied(s, zeros, self.depth_steps, a, lambda step, pair: self.k_operand(s, t, step, pair), empty=True)
 
   def multiplied(self, s:MmaState, tiles:list[list[UOp]], steps:range, a:Callable[[int, int], UOp], b:Callable[[int, int], UOp],
                  empty:bool=False) -> list[list[UOp]]:
-    """Returns `tiles` + A B over the matrix instructions `steps`, where a(tile, step) and b(step, pair) return the operands."""
+    """Returns `tiles` + A B, the sum over the matrix instructions `steps`, whose operands are a(tile, step) and b(step, pair)."""
     # `a(tile of queries, step)` returns an operand A, and `b(step, pair)` an operand B for two neighbouring C fragments. If the matrix unit adds with
     # too few bits (`exact_steps`), its sums over a few steps are added in fp32. `empty` says that `tiles` are 0, and few enough to be computed all at
     # once.

@@ -39,7 +39,7 @@ ADDED_UP = 12
 
 @dataclass(frozen=True)
 class LatentMmaState(CopyGroups):
-  """The values that the loop over keys carries from iteration to iteration: shared memory, sums of O, m, l, and the scores."""
+  """The values that the loop over keys carries from iteration to iteration: contents of shared memory, sums of O, m, l, and the scores."""
   shared: UOp
   acc: UOp                 # the warp's columns of O for all queries
   m: UOp                   # of the queries whose scores the warp computes: the number that the softmax subtracts from the scores of a row
@@ -50,7 +50,7 @@ class LatentMmaState(CopyGroups):
 
 @dataclass(frozen=True)
 class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
-  """The forward kernel of latent attention with mma.sync for one problem, as one thread sees it."""
+  """Builder of the forward kernel of latent attention with mma.sync: its methods return the UOps of the kernel's steps, as one thread runs them."""
   share: Share
   parts = (None,)    # a tile's keys are not divided
 
@@ -70,22 +70,22 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
   def columns(self) -> int: return self.tile.columns(self.p)
   @property
   def latent_steps(self) -> int:
-    """Number of matrix instructions of S = Q K^T whose columns of K are stored in 8 bits; they come before the rotary columns."""
+    """Number of matrix instructions of S = Q K^T that multiply columns which K stores in 8 bits; the others multiply rotary columns."""
     return self.p.k_width//self.mat.K if self.p.stored else 0
   @property
   def converts(self) -> bool:
-    """Whether each warp itself converts the 8-bit numbers that it reads from shared memory to operands."""
+    """Whether each warp itself converts the 8-bit numbers that it reads from shared memory to 16-bit operands."""
     return bool(self.p.stored) and not self.tile.widens(self.p)
   @property
   def row_tiles(self) -> range: return range(self.tile.row_tiles)
   @functools.cached_property
   def own(self) -> UOp:
-    """Index, among the block's own rows, of the first of the 16 rows whose scores this warp computes."""
+    """Index, among the rows that the block owns, of the first of the 16 rows whose scores this warp computes."""
     return self.share.tile*self.mat.M
   @functools.cached_property
   def queries(self) -> list[Row]: return self.warps.queries(self.own)
   def in_block(self, first:int|UOp) -> list[UOp]:
-    """Returns the indices, among the block's own rows, of this lane's two rows of the 16 that begin at row `first`."""
+    """Returns the indices, among the rows that the block owns, of this lane's two rows of the 16 that begin at row `first`."""
     return [first + self.mat.c_row(self.warps.at.lane, r) for r in range(nv.ROWS)]
 
   # ***** the steps *****
@@ -154,7 +154,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return k.moved_to(q.size + self.tile.stages*self.tile.stage(self.p) if self.tile.widens(self.p) else self.first_of(t))
   @property
   def first_raw(self) -> int:
-    """Index of the 16-byte unit of shared memory at which the 8-bit numbers of a tile begin, before conversion."""
+    """Index of the 16-byte unit of shared memory at which a tile's 8-bit numbers lie before they are converted."""
     return self.tile.weights_at(self.p) - self.tile.raw(self.p)
   def rotary_rows(self, t:UOp) -> LongRows:
     """Returns the layout, in shared memory, of the rotary columns of tile t."""
@@ -165,7 +165,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     """Returns the index of the 16-byte unit of shared memory at which tile t begins in the ring buffer."""
     return self.tile.layouts(self.p)[0].size + t%self.tile.stages*self.tile.stage(self.p)
   def first_scale(self, t:UOp) -> UOp:
-    """Returns where the scales of the 8-bit rows of tile t begin in shared memory, counted in floats."""
+    """Returns the index in shared memory, counted in floats, of the first scale of the 8-bit rows of tile t."""
     # the scales come last in the tile's part of the ring buffer
     return (self.first_of(t) + self.tile.stage(self.p))*(UNIT_BYTES//4) - self.tile.block_n
   def scales(self, s:LatentMmaState, t:UOp) -> list[UOp]:
@@ -179,13 +179,13 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
   def row_scalars(self, s:LatentMmaState) -> RowScalars:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
   def put_row_values(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
-    """Returns stores of `values`, a number for each of this lane's two rows, to table column `i` in shared memory."""
+    """Returns stores of `values`, one number for each of this lane's two rows, as kind `i` of the row's numbers in shared memory."""
     # to a table in shared memory; `i` says what the number is, such as the maximum of a row: an index that `ScalarPlaces` defines; where `gate` is
     # false, nothing is stored
     told, to = self.row_scalars(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def load_row_values(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """Returns the numbers that `put_row_values` stored in table column `i` for this lane's two rows of the 16 that begin at row `first`."""
+    """Returns numbers of kind `i`, stored by `put_row_values`, of this lane's two rows of the 16 that begin at row `first`."""
     return ops.build(*[self.row_scalars(s).load(i, row) for row in self.in_block(first)])
   def fetch(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
     group, block_n = self.warps.group, self.tile.block_n
@@ -213,26 +213,26 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return s
 
   def q_operand(self, s:LatentMmaState, step:int) -> UOp:
-    """Returns operand A of S = Q K^T for this warp's 16 queries and step `step` (16 columns), read from shared memory."""
+    """Returns operand A of S = Q K^T, read from shared memory: step `step` (16 columns) of this warp's 16 queries."""
     q, (row, unit) = self.tile.layouts(self.p)[0], self.mat.a_address(self.warps.at.lane)
     if self.converts and step < self.latent_steps: return self.stored.q_operand(s.shared, q, self.own, step)
     return s.read(q, self.own + row, unit, 0, 2*step)
   def k_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of S = Q K^T, read from tile t, for step `step` and the `pair`-th 16 keys of this warp."""
+    """Returns operand B of S = Q K^T, read from tile t: step `step` (16 columns) of this warp's `pair`-th 16 keys."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(rows:LongRows, units:int) -> UOp: return s.read(rows, self.share.part*self.share.keys + row, unit, pair*self.mat.K, units)
     if self.converts and step < self.latent_steps: return self.stored.k_operand(read(self.k_rows(t), step//2*2), step)
     if self.p.stored and step >= self.latent_steps: return read(self.rotary_rows(t), 2*(step - self.latent_steps))
     return read(self.k_rows(t), 2*step)
   def v_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of O += P V, read from tile t, for step `step` (16 keys) and the `pair`-th 16 columns of this warp."""
+    """Returns operand B of O += P V, read from tile t: step `step` (16 keys) of this warp's `pair`-th 16 columns."""
     (row, unit), in_line = self.mat.b_transposed_address(self.warps.at.lane), LINE//2
     if not self.converts: return s.read(self.v_rows(t, pair//in_line), row, unit, step*self.mat.K, 2*(pair%in_line), transposed=True)
     first = (self.warps.at.wave*(self.columns//2) + pair//in_line*in_line).minimum(self.k_rows(t).units - in_line)
     return self.stored.v_operand(s.read(self.k_rows(t), row, first + unit, step*self.mat.K, pair%in_line//2*2, transposed=True), pair)
 
   def highest(self, s:LatentMmaState, scores:list[UOp], m:UOp) -> tuple[LatentMmaState, UOp]:
-    """Returns (state, the largest of m and all scores for each of the lane's two rows, over all lanes and warps)."""
+    """Returns (state, vector of the largest of m and all scores for each of this lane's two rows, compared over all lanes and warps)."""
     tops = []
     for r in range(nv.ROWS):
       top = functools.reduce(ops.max_, [ops.extract(x, 2*r + i) for x in scores for i in range(2)], ops.extract(m, r))
@@ -244,7 +244,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return s, ops.build(*[functools.reduce(ops.max_, [ops.extract(x, r) for x in heard]) for r in range(nv.ROWS)])
 
   def put_weights(self, s:LatentMmaState, packed:list[UOp]) -> list[UOp]:
-    """Returns the statements that store P, `packed` as A operands, to shared memory."""
+    """Returns the statements that store P, given as A operands `packed`, to shared memory."""
     # An operand has four dwords, and each dword two neighbouring keys of one row. Dwords 0 and 2 belong to the first of the lane's two rows, dwords 1
     # and 3 to the second. Dwords 0 and 1 have keys of the operand's first 8 keys, dwords 2 and 3 of its last 8.
     to, first, statements = s.shared.bitcast(dtypes.float), self.share.part*(self.share.keys//self.mat.N), []
@@ -255,7 +255,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return statements
 
   def v_rows(self, t:UOp, line:int) -> LongRows:
-    """Returns the layout in shared memory of V's rows in tile t, from this warp's 128-byte line number `line` of each row on."""
+    """Returns the layout in shared memory of V's rows in tile t, restricted to 128 bytes of each: the `line`-th 128 bytes that this warp computes."""
     # V is the first columns of K, so this is the layout of K, moved to the line. The last warp may have fewer lines. In place of a missing line it
     # reads the last line of V, and the results are not stored.
     k = self.k_rows(t)
@@ -263,7 +263,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
 
   # ***** after the last iteration *****
   def totals(self, s:LatentMmaState) -> LatentMmaState:
-    """Stores each row's m and this warp's sums of P to shared memory, where all warps read them, and returns the state."""
+    """Stores m of each row and this warp's row sums of P to shared memory, where all warps read them, and returns the state."""
     # m: the number that the softmax subtracts from the row's scores
     sums = [s.l[kind].load() for kind in range(self.names.kinds)]
     own = 0 if self.p.stored else 1      # the first kind of sum that has only this lane's P: four lanes are then added up

@@ -1,5 +1,4 @@
-"""The fp32 accumulator of dQ in memory, on NVIDIA, and two small kernels: one computes delta and sets the accumulator to 0, the other turns the
-accumulator into dq."""
+"""NVIDIA's fp32 sums of dQ in memory, and two kernels: one computes delta and sets these sums to 0, the other turns them into dq."""
 from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from attn.tinygrad_compat import Ops, UOp
 # fragments to consecutive numbers.
 
 def place_in_sums(group:Workgroup, mat:Mma, head:UOp, first_query:UOp, warp:UOp, fragment:UOp|int) -> UOp:
-  """Returns the index, in the fp32 sums of dQ in global memory, of the first element of a warp's C fragment."""
+  """Returns the index of the first element of a warp's C fragment in dq_sums, the fp32 sums of dQ in global memory."""
   # `first_query` is the first query of the 64 that lie together in the accumulator, `warp` says which 16 of these queries, and `fragment` which 8
   # columns
   row = (group.first_sums(head) + first_query//QUERIES_OF_SUMS)*(QUERIES_OF_SUMS//mat.M) + warp
@@ -31,7 +30,7 @@ def place_in_sums(group:Workgroup, mat:Mma, head:UOp, first_query:UOp, warp:UOp,
 
 @dataclass(frozen=True)
 class QueriesOfSums:
-  """A block's share of the fp32 accumulator of dQ: the sums of 64 queries, 16 for each of four warps."""
+  """The fp32 sums of dQ of 64 queries that one block owns, 16 queries for each of four warps."""
   rows: WarpRows[SwizzledRows]
 
   @staticmethod
@@ -43,19 +42,19 @@ class QueriesOfSums:
   @property
   def group(self) -> Workgroup: return self.rows.warps.group
   def places(self) -> list[UOp]:
-    """Returns where this lane's elements lie in the fp32 sums of dQ: an index, counted in vectors of four, for every 8 columns."""
+    """Returns the index of this lane's four elements of every 8 columns in dq_sums (fp32 sums of dQ), counted in vectors of four."""
     group, at, mat = self.group, self.rows.warps.at, self.rows.mat
     first = place_in_sums(group, mat, group.first_head, group.first_row, at.wave, 0)//4 + at.lane
     return [first + i*(mat.M*mat.N//4) for i in range(fragments(group.p.D, mat))]
   @property
   def sums(self) -> UOp:
-    """The fp32 accumulator of dQ in memory, as vectors of four elements."""
+    """dq_sums, the fp32 sums of dQ in memory, as vectors of four elements."""
     return flat(self.group.given["dq_sums"]).bitcast(nv.F4)
   def cleared(self) -> list[UOp]:
-    """Returns the stores of 0 to this lane's elements of the fp32 accumulator of dQ."""
+    """Returns the stores of 0 to this lane's elements of dq_sums, the fp32 sums of dQ in memory."""
     return [self.sums[i.valid(self.group.has_sums)].store(nv.zero(UOp.const(0))) for i in self.places()]
   def load(self, tile:BlockTile) -> list[UOp]:
-    """Loads this lane's elements of the fp32 accumulator of dQ: one vector of four for every 8 columns."""
+    """Loads this lane's elements of dq_sums, the fp32 sums of dQ in memory: one vector of four for every 8 columns."""
     # All are 0 if the queries lie beyond the end of a packed sequence, or if no block has set the sums of these queries. `tile` describes the kernel
     # whose blocks add to the accumulator.
     group, there = self.group, self.group.has_sums
@@ -64,7 +63,7 @@ class QueriesOfSums:
     return [ops.as_float(ops.load_where(self.sums[i], there, 16)) for i in self.places()]
 
 def delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0."""
+  """Returns the kernel that computes delta and sets dq_sums, the fp32 sums of dQ in memory, to 0."""
   # it takes the tensors of `tensors.delta_arguments(p, dlse)`, in this order; `dlse`: whether lse has a gradient
   def kernel(*args:UOp) -> UOp:
     x = QueriesOfSums.of(p, arch, delta_arguments(p, dlse), args)
@@ -75,7 +74,7 @@ def delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
   return kernel
 
 def finish_kernel(p:Problem, arch:Chip, tile:BlockTile) -> Callable[..., UOp]:
-  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it."""
+  """Returns the kernel that turns dq_sums, the fp32 sums of dQ in memory, into dq: multiplies by softmax_scale and rounds."""
   # it takes the tensors of `tensors.finish_arguments(p)`, in this order; `tile` describes the kernel whose blocks add to the accumulator
   def kernel(*args:UOp) -> UOp:
     x = QueriesOfSums.of(p, arch, finish_arguments(p), args)

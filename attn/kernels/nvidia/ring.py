@@ -14,7 +14,7 @@ class CopyGroups(InOrder):
   shared: UOp
 
   def started(self, copies:list[UOp]) -> Self:
-    """Starts `copies` to shared memory as one group, and returns the state."""
+    """Executes the statements `copies`, which start asynchronous copies, as one group for which threads can wait; returns the state."""
     s = self.do(*copies)
     return s.do(nv.commit(s.done))
   def arrived(self, but:int) -> Self:

@@ -24,18 +24,18 @@ from attn.tinygrad_compat import UOp, dtypes
 OF_K, OF_V, OF_V_WITHOUT_NANS, FACTORS_OF_K = range(KINDS_OF_SCALES)
 
 def kinds_of_scales(to_log2:float, of_k:UOp, of_v:UOp) -> list[UOp]:
-  """Returns the four forms of a key's scales: K's, V's (NaN if it was NaN), V's without NaN, and K's times `to_log2`."""
+  """Returns [scale of K, scale of V, scale of V without NaN, scale of K times `to_log2`] of a key; V's scales are clamped to a safe range."""
   # the scale of V becomes a scale in range; the last number is the factor by which all scores of the key are multiplied
   kept = scale_in_range(of_v)
   return [of_k, ops.add(kept, zero_or_nan(of_v)), kept, ops.mul(of_k, to_log2)]
 
 @dataclass(frozen=True)
 class StoredKeys:
-  """What one thread does with 8-bit rows of K and V: copies and converts parts of tiles, and loads the rows' scales."""
+  """What one thread does with 8-bit rows of K and V: copies parts of tiles, converts them, and loads the rows' scales."""
   warps: Warps
 
   def widened(self, *pairs:tuple[UOp, tuple[int, int]]) -> UOp:
-    """Returns a vector of 16-bit numbers, each converted from 8 bits; `pairs` has dwords, and which two of their bytes to convert."""
+    """Returns a vector of 16-bit numbers converted from 8 bits. Each of `pairs` is (dword, indices of two of its bytes to convert)."""
     # each of `pairs` is a dword with four stored numbers, and the indices of the two numbers that are converted
     p = self.warps.group.p
     return ops.build(*[widen_pair(word, places, p.stored, p.dtype) for word, places in pairs])
@@ -46,7 +46,7 @@ class StoredKeys:
 
   # ***** operands *****
   def q_operand(self, shared:UOp, rows:SwizzledRows, first:UOp, step:int) -> UOp:
-    """Returns operand A of S = Q K^T for matrix instruction `step` (16 columns), read from the rows of Q in shared memory."""
+    """Returns operand A of S = Q K^T, read from the rows of Q in shared memory: step `step` (16 columns)."""
     # Each lane gets four neighbouring columns, the columns that it also has in `k_operand`. The rows belong to the matrix tile that begins at row
     # `first`; they lie in the layout `rows`.
     at, halves = self.warps.at, shared.bitcast(ops.u32(2))
@@ -56,7 +56,7 @@ class StoredKeys:
     return ops.build(*[ops.extract(x, i) for i in range(2) for x in of_rows])
 
   def k_operand(self, words:UOp, step:int) -> UOp:
-    """Returns operand B of S = Q K^T for 16 keys and matrix instruction `step` (16 columns), converted from the 8-bit numbers `words`."""
+    """Returns operand B of S = Q K^T for 16 keys and step `step` (16 columns), converted from the 8-bit numbers `words`."""
     # `words` are what ldmatrix returned for two steps: this one, and its neighbour
     return self.widened(*[(ops.extract(words, step%2 + 2*tile), places) for tile in range(2) for places in ((0, 1), (2, 3))])
 
@@ -67,7 +67,7 @@ class StoredKeys:
 
   # ***** conversion in shared memory *****
   def pieces(self, to:Mapping[str, SharedLayout]) -> list[tuple[str, UOp, UOp, UOp]]:
-    """Returns (tensor, row, index of 16 bytes in the row, whether they exist) for each 16 bytes of a tile that this thread converts."""
+    """Returns (tensor, row, index of 16 bytes in the row, whether they exist) for each 16 bytes of a tile that this thread converts to 16 bits."""
     # `to` has the layouts, in 16 bits, of the tensors that are converted. Eight neighbouring threads take four pieces of each of two rows: what they
     # store at the same time lies in different banks.
     group, found = self.warps.group, list[tuple[str, UOp, UOp, UOp]]()
@@ -82,14 +82,14 @@ class StoredKeys:
     return found
 
   def staged(self, shared:UOp, t:UOp, to:Mapping[str, SharedLayout], base:int) -> list[UOp]:
-    """Returns asynchronous copies of the 16-byte pieces of tile t that this thread will convert, to shared memory from unit `base` on."""
+    """Returns asynchronous copies of the 16-byte pieces of tile t that this thread will convert, to shared memory from 16-byte unit `base` on."""
     # `base` counts units of 16 bytes; a thread copies the pieces that it later converts (`widened_stores`, with the same `to`); rows and columns that
     # do not exist become zeros
     return [nv.copy(shared[self.staging(base, number)], at, (0, 0), there.where(UNIT_BYTES, 0), UOp.const(True), UNIT_BYTES if whole else 1)
             for number, (whole, at, there) in enumerate(self.places(t, to))]
 
   def places(self, t:UOp, to:Mapping[str, SharedLayout]) -> list[tuple[bool, UOp, UOp]]:
-    """Returns (whether aligned to 16 bytes, address, whether it exists) for each 16-byte piece of tile t that this thread converts."""
+    """Returns (whether aligned to 16 bytes, index in global memory, whether it exists) of each 16-byte piece of tile t that this thread converts."""
     group, first, found = self.warps.group, self.warps.group.scores.row(t*self.warps.group.tile.block_n), list[tuple[bool, UOp, UOp]]()
     for name, row, piece, inside in self.pieces(to):
       rows = replace(group.rows_of(name), count=group.walked_end)
@@ -98,18 +98,18 @@ class StoredKeys:
     return found
 
   def loaded(self, t:UOp, to:Mapping[str, SharedLayout]) -> list[UOp]:
-    """Returns the 16-byte pieces of tile t that this thread converts, loaded from global memory in 8 bits."""
+    """Loads the 16-byte pieces of tile t that this thread converts from global memory, still in 8 bits."""
     # rows and columns that do not exist are zeros
     return [ops.load_where(at, there, UNIT_BYTES) for _, at, there in self.places(t, to)]
 
   def staging(self, base:int, number:int) -> UOp: return base + number*self.warps.group.tile.threads + self.warps.at.thread
 
   def copied(self, shared:UOp, to:Mapping[str, SharedLayout], base:int) -> list[UOp]:
-    """Returns the 16-byte pieces that `staged` copied to shared memory for this thread, loaded from there."""
+    """Loads the 16-byte pieces that `staged` copied to shared memory for this thread."""
     return [shared[self.staging(base, number)].load() for number, _ in enumerate(self.pieces(to))]
 
   def widened_stores(self, shared:UOp, to:Mapping[str, SharedLayout], pieces:list[UOp]) -> list[UOp]:
-    """Returns the stores of this thread's 8-bit `pieces` of a tile, converted to 16 bits, to shared memory in the layouts `to`."""
+    """Returns the stores of `pieces`, this thread's 8-bit numbers of a tile, converted to 16 bits, to shared memory in the layouts `to`."""
     # `pieces` comes from `loaded` or `copied`
     found = list[UOp]()
     for words, (name, row, piece, inside) in zip(pieces, self.pieces(to)):
@@ -120,7 +120,7 @@ class StoredKeys:
 
   # ***** scales *****
   def copies(self, shared:UOp, t:UOp, base:UOp) -> list[UOp]:
-    """Returns asynchronous copies of the scales of tile t's rows of K and V to shared memory, from the float with index `base` on."""
+    """Returns asynchronous copies of the scales of K and V in tile t to shared memory, from the float with index `base` on."""
     # first the scales of K's rows, then those of V's rows; rows that do not exist get scales of 0
     group, floats, found = self.warps.group, shared.bitcast(dtypes.float), list[UOp]()
     n, threads, size, first = group.tile.block_n, group.tile.threads, BYTES[group.p.scale_dtype], group.scores.row(t*group.tile.block_n)
@@ -133,7 +133,7 @@ class StoredKeys:
     return found
 
   def checked_scales(self, shared:UOp, base:UOp, to_log2:float) -> list[UOp]:
-    """Returns stores that replace each scale in shared memory by the forms of `kinds_of_scales`, for the scales that this thread copied."""
+    """Returns stores that replace the scales in shared memory which this thread has copied by the results of `kinds_of_scales`."""
     # so each scale is checked once, and not by each lane that uses it (`kinds_of_scales`)
     n, threads, floats, found = self.warps.group.tile.block_n, self.warps.group.tile.threads, shared.bitcast(dtypes.float), list[UOp]()
     for row in [self.warps.at.thread + i*threads for i in range(ceildiv(n, threads))]:
@@ -143,7 +143,7 @@ class StoredKeys:
     return found
 
   def checked_copies(self, shared:UOp, t:UOp, base:UOp, gate:UOp) -> list[UOp]:
-    """Returns asynchronous copies of the forms of tile t's scales (`kinds_of_scales`), which an earlier kernel made, to shared memory."""
+    """Returns asynchronous copies to shared memory of tile t's scales, in the kinds that `kinds_of_scales` lists; an earlier kernel made them."""
     # the earlier kernel is attn/kernels/nvidia/widen.py; rows that do not exist get zeros; where `gate` is false, nothing is copied
     group, floats, found = self.warps.group, shared.bitcast(dtypes.float), list[UOp]()
     n, threads, first = group.tile.block_n, group.tile.threads, group.scores.row(t*group.tile.block_n)
@@ -155,7 +155,7 @@ class StoredKeys:
     return found
 
   def scales(self, shared:UOp, base:UOp, kind:int, first_key:UOp, keys:int) -> list[UOp]:
-    """Loads one form of the scales (`kind`, such as OF_V) of `keys` keys from key `first_key` on: a vector for each C fragment of scores."""
+    """Loads scales of one kind (OF_K, OF_V, ...) of `keys` keys from key `first_key` on: two for each C fragment of scores."""
     # A vector has the scales of the two keys whose scores this lane holds. `kind` is OF_K or OF_V, or one of the kinds that `checked_scales` stores.
     # `base` is the first float of the tile's scales in shared memory.
     pairs, first = shared.bitcast(nv.F2), self.first_scales(base, kind, first_key)
@@ -163,9 +163,9 @@ class StoredKeys:
 
   @property
   def apart(self) -> int:
-    """Distance, in vectors of two scales, between the scales for neighbouring C fragments."""
+    """Distance in shared memory, counted in pairs of scales, between the scales for neighbouring C fragments."""
     return self.warps.at.matrix.N//2
   def first_scales(self, base:UOp, kind:int, first_key:UOp) -> UOp:
-    """Returns where one form of the scales for this lane's first C fragment begins in shared memory, counted in vectors of two scales."""
+    """Returns where the scales of one kind (OF_K, OF_V, ...) for this lane's first C fragment begin in shared memory, counted in pairs of scales."""
     # the parameters as in `scales`
     return (base + kind*self.warps.group.tile.block_n + first_key)//2 + self.warps.at.h

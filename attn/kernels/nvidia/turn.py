@@ -25,17 +25,17 @@ def turned_problem(p:Problem, keys:int) -> Problem:
   return replace(p, turned=keys)
 
 def turn_arguments(p:Problem, keys:int) -> Shapes:
-  """Returns (shape, dtype) of the tensors that the kernel `turn_values` takes, by name and in order."""
+  """Returns {name: (shape, dtype)} of the tensors that the kernel `turn_values` takes, in order."""
   written = {"turned_v": (p.turned_shape(keys), p.bits_dtype)}
   return written | {name: x for name, x in p.shapes.items() if name in ("v", *OF_LENGTHS)}
 
 def key_in_unit(mat:Mma, h:int, n:int) -> int:
-  """Returns which of 16 neighbouring keys stands at byte 4*`h` + `n` of the 16 bytes that hold these keys in a row of transposed V."""
+  """Returns which of 16 neighbouring keys lies at byte 4*`h` + `n` of the 16 bytes that a row of V^T has for these keys."""
   return mat.key_of(h, n)      # the n-th key whose weights lane h of a row holds
 
 @dataclass(frozen=True)
 class Turning:
-  """The tile of V that a block transposes, as one of its threads sees it."""
+  """A tile of V that a block transposes: 8-bit floats are loaded from V, and stored as rows of V^T."""
   # A piece is 16 keys, which fill 16 bytes of a row of the result, and four columns, which fill a dword of a row of V.
   warps: Warps
 
@@ -44,7 +44,7 @@ class Turning:
     return Turning(Warps.of_keys(p, arch, tile, MMA_OF_8_BITS[p.dtype], args, turn_arguments(p, tile.block_m)))
 
   def stores(self) -> list[UOp]:
-    """Returns the stores of this thread's part of the transposed tile to memory."""
+    """Returns the stores of this thread's part of the transposed tile to global memory."""
     # neighbouring threads have neighbouring keys, so what they store at the same time is side by side
     group, (_, _, tiles, columns, keys), stores = self.warps.group, self.warps.group.p.turned_shape(self.warps.group.tile.block_m), list[UOp]()
     across, end, to = keys//UNIT_BYTES, rows_read(group), flat(group.given["turned_v"]).bitcast(ops.u32(4))
@@ -58,7 +58,7 @@ class Turning:
     return stores
 
   def piece(self, unit:UOp, quad:UOp, inside:UOp, end:UOp) -> list[UOp]:
-    """Loads V for the `unit`-th 16 keys and the `quad`-th four columns of the tile, and returns 16 bytes for each of these columns."""
+    """Loads V for the `unit`-th 16 keys and the `quad`-th four columns of the tile; returns four vectors, the 16 keys of each column."""
     # Keys from key `end` of the tile on are zeros. Where `inside` is false, there is no such piece.
     group, mat = self.warps.group, self.warps.at.matrix
     rows, fours = group.rows_of("v", unit_bytes=TURNED_ROWS), []

@@ -15,7 +15,7 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class SoftmaxState(InOrder):
-  """Base class for what the loop over keys carries from iteration to iteration: shared memory, sums of O, m, l, the scores and P."""
+  """Base class of the values that the loop over keys carries from iteration to iteration: shared memory, O, m, l, scores and P."""
   shared: UOp
   acc: UOp      # accumulators of O
   m: UOp        # of each row: the number that the softmax subtracts from the scores
@@ -28,7 +28,7 @@ class SoftmaxState(InOrder):
 
   @classmethod
   def of(cls, new:Allocator, lds_bytes:int, *, accs:int, scores:int, operands:int, kinds:int, row_tiles:int=1, **others:Any) -> Self:
-    """Makes the state before the first iteration: registers for 16*`row_tiles` queries of a warp, and shared memory of `lds_bytes` bytes."""
+    """Makes the state before the first iteration, with registers for 16*`row_tiles` queries of a warp, and `lds_bytes` bytes of shared memory."""
     # `accs` C fragments of O, `scores` C fragments of scores, `operands` A operands of P, and `kinds` different sums of P for each row (such as P
     # before and after rounding); `others` are the further fields of the state
     def of_rows(n:int) -> UOp: return new.registers(n*row_tiles, nv.F2)
@@ -36,7 +36,7 @@ class SoftmaxState(InOrder):
                new.registers(operands, nv.U4), Statements.of(new), of_rows(kinds), **others)
 
   def summed(self) -> Self:
-    """Adds the sums of P of this iteration to l, the sums of all iterations, and returns the state."""
+    """Adds this iteration's row sums of P to l, the row sums of all iterations, and returns the state."""
     return self.store(add_all(self.l, load_all(self.l_of_trip)))
 
 TileT = TypeVar("TileT")
@@ -44,7 +44,7 @@ StateT = TypeVar("StateT", bound=InOrder)
 
 @dataclass(frozen=True)
 class WarpsForward(Generic[TileT, StateT]):
-  """Base class of forward kernels for one problem, as one thread sees them, with a method for each operation of `online_softmax`."""
+  """Base class of builders of forward kernels on NVIDIA: their methods return the UOps of the steps of `online_softmax`, for one thread."""
   # no field changes during the loop over tiles of keys
   warps: Warps
   tile: TileT

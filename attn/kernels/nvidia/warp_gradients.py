@@ -44,13 +44,13 @@ Lse = list[Normalisers]                  # one entry for each tile of own rows
 
 @dataclass(frozen=True)
 class OwnQueryValues:
-  """The lse (prepared for exp2) and the delta of each query that this lane owns, in lists with an entry for each tile of 16 rows."""
+  """lse (as the numbers that turn scores into P) and delta of the queries that this lane owns: one list for each tile of 16 rows."""
   normalisers: list[list[Normaliser]]
   deltas: list[list[UOp]]
 
 @dataclass(frozen=True)
 class WarpRows(Generic[L]):
-  """The rows that the warps of a block own: queries if the block loops over keys, keys if it loops over queries."""
+  """The rows that the warps of a thread block own: queries if the block loops over keys, keys if the block loops over queries."""
   warps: Warps
   tile: WarpsTile[L]
   wanted: tuple[str, ...]   # the gradients (dq, dk, dv) that the warps compute, in the order of their accumulators
@@ -68,7 +68,7 @@ class WarpRows(Generic[L]):
   def scores(self) -> Scores: return self.warps.group.scores.of_head(self.head) if self.tile.keys else self.warps.group.scores
 
   def of_head(self, head:UOp) -> WarpRows[L]:
-    """Returns a copy with the same own rows, for a loop over the rows of query head `head`."""
+    """Returns a copy for the loop over the rows of query head `head`; the rows that the block owns stay the same."""
     return replace(self, head=head)
 
   @functools.cached_property
