@@ -531,7 +531,7 @@ class _Gradients:
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array, of_delta:Array|float=0.0) -> _Moments:
-    """Returns the errors of w @ x, where w is rounded to the inputs' dtype and has errors of variance `off` before."""
+    """Returns the errors of w @ x, where w first has errors of variance `off`, and is then rounded to the inputs' dtype."""
     # `off` and `of_delta` are the variances of the errors that each element of w has before it is rounded. Errors of `off` are independent. Errors of
     # `of_delta` come from delta, and all elements of one query share them. Here `of_delta` only decides which elements may round to 0; the caller
     # adds the other effects of an error of delta.

@@ -31,7 +31,8 @@ PREPARED = tuple(x for kernel in KERNELS.values() if kernel.before is not None f
 WRITTEN = ("o", "lse", "lse_rest", "o_partial", "lse_partial", "lse_rest_partial", *PREPARED)
 
 def seeded(c:CheckedCall) -> CheckedCall:
-  """Returns the checked call with the tensors that dropout and the caller's own functions need: a seed, and each device's first batch and head."""
+  """Returns the call with tensors added that dropout, score_mod or mask_mod need: a random seed, and the index of each device's first batch and
+  head."""
   if not c.problem.dropout_p and not c.problem.first_batch_and_head: return c
   t = dict(c.tensors)
   if c.problem.dropout_p and "dropout_seed" not in t: t["dropout_seed"] = place("dropout_seed", drawn_seed(c.at), c.at)

@@ -22,7 +22,7 @@ class Placement:
   @property
   def count(self) -> int: return 1 if isinstance(self.device, str) else len(self.device)
   def axis(self, names:tuple[str|None, ...]) -> int|None:
-    """Returns the index of the sharded axis in a tensor with these names of axes, such as "heads", or None if the tensor is not sharded."""
+    """Returns the index of the sharded axis in a tensor whose axes have these names, such as "heads"; None if no axis is sharded."""
     return None if self.shared is None or self.shared not in names else names.index(self.shared)
 
 def opened(name:str, device:str) -> str:
@@ -81,7 +81,7 @@ def sharded_with_gradient(t:Tensor, devices:tuple[str, ...], axis:int|None) -> T
   return Tensor(UOp.maketuple(sharded).call(t.uop, grad_fxn=gradient_of_shards).gettuple(0))
 
 def place(name:str, t:Tensor, at:Placement) -> Tensor:
-  """Moves an optional tensor to the devices `at` of q, k and v, sharded or copied; raises ValueError if it lies on other devices."""
+  """Returns an optional tensor, such as a bias, sharded over or copied to the devices `at` of q; raises ValueError if its own devices do not fit."""
   if t.device is None: t = t.clone(at.device if isinstance(at.device, str) else at.device[0])
   if isinstance(at.device, str):
     if t.device != at.device: raise ValueError(f"{name} is on {t.device} but q on {at.device}: all tensors must be on the same device")

@@ -207,7 +207,7 @@ class KernelSum:
 
 @cache_of_kernels
 def kernel_sums(p:Problem, arch:Chip) -> tuple[KernelSum, ...]:
-  """Returns the sums of dS (the gradient of the scores) that `backward_dbias` computes for `p`; () if the chip has no such kernel."""
+  """Returns a `KernelSum` for each run of `backward_dbias` that the gradients of `p` need; () if the chip has no such kernel."""
   if (bias := GRADIENT_KERNELS[tiles_of(p, arch)[0].suffix].bias) is None: return ()
   found = list[KernelSum]()
   for x in problems_of_sums(p):

@@ -22,7 +22,7 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Preparation:
-  """A kernel that runs before the attention kernel."""
+  """A kernel that runs before the attention kernel, and writes buffers that the attention kernel reads in place of k or v."""
   # the functions get the problem of the call and the tile description of the attention kernel
   buffers: Mapping[str, str]      # inputs of the attention kernel, and the names of the buffers that it gets in their place
   problem: Callable[[Problem, Any], Problem]      # returns the problem as the attention kernel reads it
@@ -33,13 +33,13 @@ class Preparation:
   does: tuple[str, str]           # what the kernel makes, and what the attention kernel without it does itself, in words
 
   def size(self, p:Problem, tile:Any) -> int:
-    """Returns the number of bytes of the buffers."""
+    """Returns the bytes of the buffers that this kernel writes."""
     return sum(math.prod(shape)*BYTES[dtype] for name, (shape, dtype) in self.arguments(p, tile).items() if name in self.buffers.values())
   def refuses(self, p:Problem, arch:Chip) -> str|None:
     if (reason := wgmma_refuses(p, arch)) is not None: return reason
     return next((f"{name}: this kernel does not support it" for name in self.unsupported if getattr(p, name)), None)
   def slower(self, p:Problem, tile:Any) -> str|None:
-    """Returns the reason why the attention kernel should run alone, or None."""
+    """Returns why the attention kernel is faster without this kernel before it, or None if it is not."""
     does, itself = self.does
     if (size := self.size(p, tile)) > MOST_PREPARED: return f"the {does} would take {size} bytes, more than {MOST_PREPARED}"
     rows = p.visible_scores*(p.H//p.Hkv)//keys_that_some_query_sees(p)

@@ -72,7 +72,7 @@ def applied(steps:Steps, x:Any) -> Any:
   return functools.reduce(lambda y, step: _applied(step, y), steps, x)
 
 def exact_range(steps:Steps) -> tuple[int, int]:
-  """Returns the first and the last x at which all numbers in the function of `steps` lie in -2^30..2^30 (MOST_INSIDE)."""
+  """Returns the first and the last x for which all intermediate results of `steps` lie in -2^30..2^30 (MOST_INSIDE)."""
   first, last = -MOST_INSIDE, MOST_INSIDE
   for times, plus, over in reversed(steps):
     if times == 0 or over == 0: first, last = -MOST_INSIDE, MOST_INSIDE

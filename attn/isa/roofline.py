@@ -92,7 +92,7 @@ class Published:
 
 def _series(card:str, figures:dict[str, tuple[float|None, float|None]], d:int|None, s:int|None, dtype:str|None=None, b:int|None=None, h:int|None=None,
             hkv:int|None=None) -> list[Published]:
-  """Returns records of published measurements on one card: {kernel: (TFLOP/s without a mask, TFLOP/s with the causal mask)}."""
+  """Returns a `Published` record for each number in `figures`, {kernel: (TFLOP/s without a mask, TFLOP/s with a causal mask)}."""
   # None: not measured; for a field of the problem: not stated
   return [Published(card, kernel, value, causal, d, s, dtype, b, h, hkv) for kernel, pair in figures.items()
           for causal, value in zip((False, True), pair, strict=True) if value is not None]

@@ -69,7 +69,7 @@ class Spec:
     return f"{self.arch}/{self.d}/{self.dtype}/{self.mask}" + f"+{self.option}"*(self.option != "") + f"/{self.kernel}"*(self.kernel != FORWARD)
   @property
   def together(self) -> tuple[Spec, ...]:
-    """Specs of the kernels whose times are added for one result: both backward kernels if this is one of them, otherwise this kernel alone."""
+    """The kernels whose times are added to one result: both backward kernels if this is a backward kernel, otherwise this kernel alone."""
     return (self,) if self.kernel not in BACKWARD else tuple(replace(self, kernel=kernel) for kernel in BACKWARD)
 
   @classmethod

@@ -45,7 +45,7 @@ def timer_of_jit(launches:Any, device:str, steps:int) -> Callable[[], float]:
   return seconds
 
 def jit_timer(q:Tensor, k:Tensor, v:Tensor, causal:bool, steps:int=STEPS, dtype:str="", **options:Any) -> tuple[Callable[[], float], Tensor]:
-  """Returns a timer of one launch of attention, in a TinyJit of `steps` launches, and the output that all of them write."""
+  """Returns (timer of one launch of attention in a TinyJit of `steps` launches, the output that all launches write)."""
   out = Tensor.empty(*q.shape, dtype=dtype or q.dtype).contiguous().realize()
   @TinyJit
   def launches() -> Tensor:

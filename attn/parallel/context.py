@@ -205,7 +205,7 @@ def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
                              sinks=False))
 
 def launch_tensors(c:SharedRows, held:dict[str, UOp], launch:ContextLaunch) -> dict[str, UOp]:
-  """Returns the tensors of score terms, such as a bias, by name, each cut to the queries and keys of one launch."""
+  """Returns {name: tensor} for tensors that score terms read, such as a bias, each cut to the queries and keys of one launch."""
   def part(name:str, u:UOp, axis:int|None, run:PieceRun) -> UOp:
     if axis is None or u.shape[axis] == 1: return u
     if name in c.shards.as_q and run is launch.queries: return cut(u, axis, run.first, run.count)
@@ -457,7 +457,7 @@ def run_shared_rows(c:SharedRows, inputs:Mapping[str, UOp], attend:Attend) -> di
   return {name: on_all(name) for name in OUTPUTS} | {f"merged_{name}": u.after(call) for name, u in buffers.items()}
 
 def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextPart]]:
-  """Merges each device's partial results into one, copies it to every device, and returns for each device the list that it then has."""
+  """Merges the partial results on each device into one, and copies it to all devices; returns for each device the results that it then has."""
   # A device whose queries see no key has no result.
   found = [(i, merged_part(c, some, i)) for i, some in enumerate(parts) if some]
   return [[ContextPart(part.rows, part.found if i == to else part.found.copy_to_device(name)) for i, part in found]

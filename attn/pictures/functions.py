@@ -32,7 +32,7 @@ def value_of(form:FunctionForm, function:Callable[..., Any], tensors:tuple[Array
 
 @dataclass(frozen=True)
 class Pairs:
-  """Panel with a cell for each pair of a query and a key: which pairs a mask_mod lets through, or a score_mod's values for score 0."""
+  """Drawing with a cell for each pair of a query and a key: which pairs a mask_mod lets through, or a score_mod's values for score 0."""
   title: str
   function: Callable[..., Any]
   tensors: tuple[Array, ...] = ()
@@ -55,7 +55,7 @@ class Pairs:
 
 @dataclass(frozen=True)
 class Curve:
-  """Panel that plots a score_mod as a function of the score, with a line for each head."""
+  """Drawing of a score_mod as a function of the score, with a line for each head."""
   title: str
   function: Callable[..., Any]
   # the first has a number for each head, which the score_mod reads; without tensors there is one line

@@ -25,7 +25,8 @@ CASES: dict[str, Problem] = {
 
 @dataclass(frozen=True)
 class KeyRange:
-  """Range `begin`..`end` of key tiles over which a block of queries loops. In the tiles `full_begin`..`full_end` the mask hides no key."""
+  """Key tiles over which a block of queries loops, from `begin` up to `end`. In the tiles from `full_begin` up to `full_end` the mask hides no
+  key."""
   # kernels compute these four numbers as UOps (`Blocks`); here they are ints
   begin: int
   full_begin: int

@@ -34,7 +34,7 @@ class ReportedKernel:
 
 @dataclass
 class JudgedShape:
-  """Problem of a report whose results were checked for accuracy."""
+  """A problem of a report, with the verdict on its results and the kernels that computed them."""
   shape: ReportedShape
   verdict: JudgedResult|None = None
   # their tensors stay on the device, so that the same kernels can be timed later

@@ -32,7 +32,7 @@ class SensorReading:
 
 @dataclass(frozen=True)
 class CardText:
-  """Description of the card and its device."""
+  """The card that a report describes: device, chip, product name, driver, and sensor readings before and after the measurements."""
   # tinygrad's name of the device
   kind: str = limited(matching=r"[A-Z]+")
   # instruction set such as gfx942
@@ -75,7 +75,7 @@ class PredictedTime:
 
 @dataclass(frozen=True)
 class KernelTime:
-  """Time of one kernel, together with the kernel that merges its partial results if there is one."""
+  """Measured and predicted time of one kernel, including the kernel that merges its partial results, if there is one."""
   name: str
   tile: str
   # runs of a round
@@ -101,7 +101,7 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class JudgedResult:
-  """Result of a check of outputs against float64 (docs/contract.md)."""
+  """Verdict on outputs, which were compared with float64 (docs/contract.md)."""
   ok: bool
   text: str
   # Error and limit of the element with the largest error relative to its limit. Both are None if NaN or inf are at wrong places, or if a kernel gave

@@ -17,26 +17,26 @@ from attn.tinygrad_compat import Tensor, UOp
 SCORE_MASKS: tuple[Mask, ...] = (WINDOW_MASK, MASK_MOD, COUNT)
 
 def intervals(walk:Walk, row:UOp) -> list[Interval]:
-  """Returns, for each mask of the problem, the interval of columns that a row sees, both ends included."""
+  """Returns, for each mask of the problem, the interval of columns that a row of the score matrix sees, both ends included."""
   # The row is a query and the columns are keys, or the reverse, as `walk` says.
   return [mask.seen(walk, row) for mask in SCORE_MASKS]
 
 def as_index(x:int|UOp) -> UOp: return x if isinstance(x, UOp) else UOp.const(x)
 
 def first_seen(walk:Walk, row:UOp) -> UOp|None:
-  """Returns the first column that a row sees, or None if no mask hides the first columns of rows."""
+  """Returns the first column that a row of the score matrix sees, or None if no mask hides the first columns of rows."""
   found = [as_index(x.first) for x in intervals(walk, row) if x.first is not None]
   return functools.reduce(UOp.maximum, found) if found else None
 
 def lasts(walk:Walk, row:UOp) -> list[UOp]:
-  """Returns for each mask that hides the last columns of a row the last column that it leaves visible."""
+  """Returns, for each mask that hides the last columns of a row of the score matrix, the last column that remains visible."""
   # The list is never empty, because the end of the sequence counts as a mask, too (COUNT).
   return [as_index(x.last) for x in intervals(walk, row) if x.last is not None]
 
 def last_seen(walk:Walk, row:UOp) -> UOp: return functools.reduce(UOp.minimum, lasts(walk, row))
 
 def seen_up_to(walk:Walk, row:UOp) -> UOp:
-  """Returns the number of columns up to and including the last one that a row sees."""
+  """Returns the index of the column after the last one that a row of the score matrix sees."""
   return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
 
 def nearest_first(walk:Walk) -> bool:
@@ -48,7 +48,7 @@ def nearest_first(walk:Walk) -> bool:
   return goes_by_distance(walk.p) and not fixed and row in last_seen(walk, row).toposort()
 
 def cuts_some(walk:Walk, columns:int) -> bool:
-  """Returns whether a row's interval of visible columns may begin or end inside a tile of `columns` columns."""
+  """Returns whether the interval of columns that a row of the score matrix sees may begin or end inside a tile of `columns` columns."""
   return any(x.first is not None or (x.last is not None and (isinstance(x.last, UOp) or (x.last + 1) % columns > 0))
              for x in intervals(walk, UOp.const(0)))
 

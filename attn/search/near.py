@@ -177,7 +177,7 @@ def near_table(spec:Spec, time:TileTimer=timed) -> list[tuple[str, ...]]:
   return [cells_of(spec, IN_TABLE, used), cells_of(spec, BEST, best, "" if gain == -math.inf else f"{gain:.1%}", result_of(spec, gain))]
 
 def read_near(text:str) -> list[tuple[str, ...]]:
-  """Returns the rows of the text of docs/data/search_near.csv."""
+  """Reads the text of docs/data/search_near.csv, and returns its rows."""
   head, *rows = map(tuple, csv.reader(io.StringIO(text)))
   if head != NEAR_COLUMNS: raise ValueError(f"the columns are {', '.join(head)}, and must be {', '.join(NEAR_COLUMNS)}")
   return rows

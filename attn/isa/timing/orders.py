@@ -23,7 +23,7 @@ KERNELS_OF_ORDERS = (FORWARD, *BACKWARD)
 ORDER_COLUMNS = ("card", "kernel", "B, H/Hkv, N, mask", "order in use", *HEAD_ORDERS)
 
 def orders_of(x:Division, heads:int, dies:int) -> dict[str, Division|None]:
-  """Returns the division `x` with each order of heads, by the order's name; None if the numbers of heads or dies do not allow this order."""
+  """Returns {name of an order of heads: the division `x` with this order}, None for an order that the numbers of heads or dies do not allow."""
   found: dict[str, Division|None] = {HEAD_ORDERS[0]: x, ALTERNATE: replace(x, together=heads)}
   found |= {name: replace(x, together=n) if heads % n == 0 else None for name, n in zip(HEAD_ORDERS[2:], HEADS_TOGETHER)}
   return found | {DIES: replace(x, together=1, dies=dies) if dies > 1 else None}
