@@ -160,7 +160,8 @@ TEXTBOOK: dict[str, Callable[[Array, Options, int], tuple[Array, Array|None]]] =
                                                                                     "score_mod": _modified}
 
 def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
-  """Applies the score terms (softcap, ALiBi, bias, score_mod) to raw scores; returns one TermStep for each term, in order."""
+  """Applies the score terms (softcap, ALiBi, bias, score_mod) to the scores `s`, softmax_scale * Q K^T; returns a TermStep for each term, in
+  order."""
   # Query i stands at position i + `offset` among the keys.
   found = list[TermStep]()
   for name, value in TEXTBOOK.items():
@@ -170,7 +171,7 @@ def term_steps(s:Array, offset:int, x:Options) -> list[TermStep]:
   return found
 
 def slope_of(steps:list[TermStep], after:str|None=None) -> Any:
-  """Returns the derivative, at each score, of the final score by the raw score, or by the score after the term named `after`."""
+  """Returns the derivative, at each score, of the final score by softmax_scale * Q K^T, or by the score after the term named `after`."""
   names = [step.name for step in steps]
   some = steps if after is None else steps[names.index(after) + 1:]
   slopes: list[Any] = [step.slope for step in some if step.slope is not None]
@@ -180,7 +181,7 @@ def _scores(q:Array, k:Array, scale:float, window:tuple[int, int], offset:int, x
   return finished_scores((q @ k.swapaxes(-1, -2))*q.dtype.type(scale), window, offset, x)
 
 def finished_scores(s:Array, window:tuple[int, int], offset:int, x:Options) -> tuple[Array, list[TermStep]]:
-  """Applies score terms and masks to raw scores; returns the scores that go into the softmax, and a TermStep for each term."""
+  """Applies score terms and masks to the scores `s`, softmax_scale * Q K^T. Returns (scores for the softmax, a TermStep for each term)."""
   steps, (Sq, Sk) = term_steps(s, offset, x), s.shape[-2:]
   seen = visible(Sq, Sk, window, offset) if x.mask_mod is None else visible(Sq, Sk, window, offset) & x.mask_mod
   # A score that a mask hides is -inf.

@@ -40,7 +40,7 @@ class CheckedCall:
   into: tuple[Tensor, ...] = ()   # buffers for lse and lse_rest (`out` is for o), then the whole buffers that these lie in
   @property
   def log_sums(self) -> tuple[str, ...]:
-    """Names of the outputs besides o: (), ("lse",) or ("lse", "lse_rest")."""
+    """Names of the outputs besides o: (), ("lse",) or ("lse", "lse_rest"); lse_rest is what rounding to float32 removed from lse."""
     # lse_rest is what rounding to float32 removed from lse.
     return self.problem.outputs[1:]
   def choice(self) -> Choice:

@@ -25,7 +25,7 @@ def drawn_seed(at:Placement) -> Tensor:
   return rand_then((2, 2), at.device if isinstance(at.device, str) else at.device[0], seed_from)
 
 def first_of_each(at:Placement, p:Problem) -> Tensor:
-  """Returns a tensor sharded over the devices: each holds, as uint32 (2), the index of its first batch and of its first head."""
+  """Returns a tensor sharded over the devices. A device's shard, uint32 (2), has the index of the device's first batch and of its first head."""
   # For example, with 8 heads sharded over 2 devices, device 1 gets (0, 4). `p` is the problem of one device.
   batch, head = (p.B, 0) if at.shared == "batch" else (0, p.H)
   firsts = [n for i in range(at.count) for n in (i*batch, i*head)]

@@ -73,7 +73,7 @@ def launched(p:Problem, choice:Choice) -> list[tuple[str, ...]]:
   return [tuple(arguments(p)), merging + tuple(name for name in p.shapes if name in INPUTS and name not in merging)]
 
 def deliver(c:CheckedCall, o:Tensor, *log_sums:Tensor) -> list[Tensor]:
-  """Returns the results that the call asks for: o, copied into `out` if the call gives this buffer, then lse and lse_rest."""
+  """Returns the results of a call: o, copied into the buffer `out` if the call gives one, then those of lse and lse_rest that it asks for."""
   # lse_rest is what rounding to float32 removed from lse.
   return [o if c.out is None else c.out.assign(o), *log_sums[:len(c.log_sums)]]
 
@@ -99,7 +99,8 @@ def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
 
 @lists_made_last()
 def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
-  """Launches the chosen kernel, and `combine` if there are key ranges; returns o, and lse and lse_rest if the call asks for them."""
+  """Launches the chosen kernel, and the kernel that merges key ranges if there are several. Returns o, then those of lse and lse_rest that the call
+  asks for."""
   p = split_into(c.problem, choice.work.splits)
   in_place = () if p.k_view is None else ("k", "v", "k_rotary", *p.scale_views)
   t = {name: flat_buffer(x) if name in in_place else in_a_buffer(c, x) for name, x in c.tensors.items()}
@@ -138,7 +139,8 @@ def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return deliver(c, *(plain_attention if c.problem.pages is None else plain_attention_of_pages)(c.problem, c.tensors))
 
 def run_across(c:CheckedCall) -> list[Tensor]:
-  """Runs a checked call whose q, k or v are sharded along the rows of a sequence; returns o, and lse and lse_rest if the call asks for them."""
+  """Runs a checked call whose q, k or v are sharded along the rows of a sequence. Returns o, then those of lse and lse_rest that the call asks
+  for."""
   def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> list[Tensor]:
     return run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:]), part=True))
   def graph(inputs:Graph) -> dict[str, UOp]:
@@ -155,7 +157,7 @@ def check_devices(c:CheckedCall) -> None:
     if c.arch is not None: check_device(c.arch.name, device)
 
 def run(c:CheckedCall) -> list[Tensor]:
-  """Runs a checked call of `attention`; returns the list of o, and of lse and lse_rest if the call asks for them."""
+  """Runs a checked call of `attention`. Returns o, then those of lse and lse_rest (what rounding removed from lse) that the call asks for."""
   if c.shards is not None: return run_across(c)
   choice = c.choice()
   return (run_three_pass if choice.kernel == "three_pass" else launch_kernels)(c, choice)

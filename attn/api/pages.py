@@ -80,7 +80,7 @@ def in_a_cache(t:Tensor, layout:str) -> tuple[Tensor, Strided]:
   return t if not isinstance(t.device, str) or buffer_under(t.uop) is None else t.contiguous(), whole
 
 def plain_attention_of_pages(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """Computes attention of keys and values in pages by tinygrad's own operations; returns (o, lse, lse_rest)."""
+  """Computes attention of keys and values in pages by tinygrad's own operations. Returns (o, lse, what rounding removed from lse)."""
   assert p.pages is not None
   if p.varlen:
     raise NotImplementedError("block_table with layout='thd': no kernel with matrix instructions supports this problem (attn.explain says why); "

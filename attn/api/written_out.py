@@ -43,7 +43,7 @@ def joined(operation:Callable[[Tensor, Tensor], Tensor], parts:tuple[UOp, ...]) 
   return functools.reduce(operation, map(Tensor, parts)) if parts else None
 
 def uncast(u:UOp) -> UOp:
-  """Removes casts between floating-point dtypes, and assignments such as scores += bias, from the top of `u`: returns the value below."""
+  """Returns `u` without the casts between floating-point dtypes, and the assignments such as scores += bias, that come last in it."""
   while True:
     if u.op is Ops.CAST and dtypes.is_float(u.src[0].dtype): u = u.src[0]
     # In scores += bias, the assigned value is the sum.

@@ -174,7 +174,7 @@ def lists_by_kernel(p:Problem, arch:Chip, inputs:dict[str, UOp], written:Contain
   return {of_list(name): tile_lists(x, inputs["q"].device, tensors, tables).uop for name, x in wanted.items() if x is not None}
 
 def kernel_gradients(p:Problem, arch:Chip, t:Mapping[str, UOp]) -> dict[str, UOp]:
-  """Returns the gradients that kernels compute, by the names of the inputs: of q, k, v and sinks, and the sums of dS, such as dbias."""
+  """Returns {input name: gradient} for all gradients that kernels compute: of q, k, v, sinks, a bias, and tensors that score_mod reads."""
   # `t` has the tensors that forward read and wrote, the gradients do and dlse of o and lse if they exist, and the lists of tiles (`lists_by_kernel`).
   # lse_rest is what rounding to fp32 lost of lse.
   p, inputs = split_into(of_backward(p), 1), {name: t[name] for name in INPUTS if name in t}
@@ -219,7 +219,7 @@ def added(gradient:UOp, of:UOp) -> UOp:
   return gradient if len(gradient.shape) == len(of.shape) else Tensor(gradient).sum(0).cast(of.dtype).uop
 
 def sink_gradient(sinks:Tensor, delta:Tensor, lse:Tensor, rest:Tensor|None=None) -> Tensor:
-  """Returns the gradient of sinks (H): -exp(sink - lse) * delta, summed over all rows of a head."""
+  """Returns the gradient of sinks (H): -exp(sink - lse) * delta, summed over all rows of a head; `rest` is what rounding removed from lse."""
   # lse, delta and `rest` (what rounding lost of lse) have the shape (..., H, S). A row that belongs to no sequence adds 0.
   further = sinks.unsqueeze(-1) - lse
   weight = lse.isinf().where(0.0, (further if rest is None else further - rest).exp())
@@ -235,7 +235,7 @@ def after(u:UOp, call:UOp) -> UOp:
 def in_this_shape(u:UOp, shape:tuple[Any, ...]) -> UOp: return u if u.shape == shape else u.reshape(shape)
 
 def output_shapes(p:Problem, q:UOp) -> dict[str, tuple[Any, ...]]:
-  """Returns the whole shapes of o, lse and lse_rest, all shards together, by name."""
+  """Returns {name: shape} for o, lse and lse_rest (what rounding removed from lse), each as one tensor over all devices."""
   # The buffers that the kernel wrote may have other shapes, because a caller may have provided them.
   sizes = dict(zip(AXES[p.layout], q.shape))
   log_sum = tuple(sizes[axis] for axis in lse_axes(p.layout))

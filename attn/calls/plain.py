@@ -23,7 +23,7 @@ def from_bhsd(x:Tensor, layout:str) -> Tensor:
 def from_bhs(lse:Tensor, layout:str) -> Tensor: return lse if layout in BATCHED else lse.squeeze(0)
 
 def plain_attention(p:Problem, t:dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-  """Computes a problem by `three_pass` (attention in plain tensor operations) and returns (o, lse, lse_rest)."""
+  """Computes a problem by `three_pass` (attention in plain tensor operations). Returns (o, lse, what rounding removed from lse)."""
   # `t` has q, k, v and the optional tensors by name. lse_rest is the part of lse that rounding to fp32 lost. With sharded tensors, `p` is the problem
   # of one device, but the tensors in `t` are whole: dropout and the caller's own functions get indices of batch and head that count from 0 in the
   # whole tensors.

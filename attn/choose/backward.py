@@ -188,7 +188,7 @@ def most_seen(p:Problem, over:str) -> int:
   return max(0, last - first + 1)
 
 def parts_of_sum(x:KernelSum, arch:Chip) -> int:
-  """Chooses how many partial results of the sum `x` the kernel `backward_dbias` stores; 0 means the sum itself."""
+  """Chooses how many partial results the run `x` of `backward_dbias` stores; 0 means that it stores the sum itself."""
   share = BiasShare(x.p, x.tile.block_m, x.tile.block_n)
   if share.summed.diagonals: return 0
   found = share.trips if share.uneven else min(share.trips, arch.cus//share.workgroups)

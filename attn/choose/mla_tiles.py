@@ -44,8 +44,8 @@ def latent_wgmma_refuses(p:Problem, arch:Chip) -> str|None:
   return None
 
 def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
-  """Makes the tile description of mla (latent attention on AMD) from a table row, or raises ValueError if the row does not fit the matrix
-  instruction."""
+  """Makes the tile description of mla (latent attention on AMD) from a row of a tile table; raises ValueError if the matrix instruction does not
+  fit."""
   if row.matrix >= len(matrices := arch.matrix[p.dtype]): raise ValueError(f"matrix={row.matrix}: {arch.name} has {len(matrices)} for {p.dtype}")
   tile = MlaTile(**vars(row.shape), matrix=matrices[row.matrix])
   # The waves of a workgroup divide the keys of an iteration: each part must fill whole matrix instructions.
@@ -55,8 +55,8 @@ def of_mla(row:UpTo[MlaShape], arch:Chip, p:Problem) -> MlaTile:
   return tile
 
 def of_mla_mma(row:UpTo[MlaMmaShape], arch:Chip, p:Problem) -> MlaMmaTile:
-  """Makes the tile description of mla_mma (latent attention with mma.sync) from a table row, or raises ValueError if the row does not fit the
-  instruction."""
+  """Makes the tile description of mla_mma (latent attention with mma.sync) from a row of a tile table; raises ValueError if the instruction does not
+  fit."""
   tile = MlaMmaTile(**vars(row.shape), matrix=MMA[p.dtype])
   # The warps of a block divide the keys of an iteration: each part must fill whole matrix instructions.
   if tile.block_n//tile.key_parts % (least := 2*tile.matrix.N):

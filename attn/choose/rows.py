@@ -72,7 +72,8 @@ def plain_rows(p:Problem, arch:Chip, table:Iterable[UpTo[Any]], tile_of:Callable
 
 def fitting(kernel:str, p:Problem, arch:Chip, rows:Iterable[UpTo[AnyShape]], tile_of:Callable[[UpTo[AnyShape]], T],
             load:Burden=Burden.PLAIN) -> Iterator[T]:
-  """Yields the tile descriptions of the table rows that fit the problem, best first, or raises NotImplementedError with every reason if none fits."""
+  """Yields the tile descriptions that fit the problem, from the rows of a tile table in their order; raises NotImplementedError, with all reasons, if
+  none fits."""
   # `load` says what in the problem needs the most registers (`burden`). `kernel` is the kernel's name in the message.
   reasons, found = [], False
   for row in rows:

@@ -101,7 +101,7 @@ def economy_of(p:Problem, arch:Chip, mat:Matrix, waves:int, few_queries:bool) ->
   return functools.reduce(Economy.__or__, (x.means for x in table if longest > x.beyond and burdens.issuperset(x.burdens)), Economy.NONE)
 
 def amd_tile(p:Problem, arch:Chip, row:UpTo[ForwardShape]) -> Tile:
-  """Makes the tile description of AMD's forward kernel for a problem from a table row."""
+  """Makes the tile description of AMD's forward kernel for a problem from `row`, a row of a tile table."""
   # The sizes are smaller than those of the row if the problem has few queries or keys, or score terms (bias, softcap, ...) that need registers.
   mat, c = arch.matrix[p.dtype][row.matrix], row.shape
   least = mat.least_keys
@@ -180,7 +180,7 @@ BY_ITSELF = 0.7   # least time of a block that is alone on a multiprocessor, as 
 LAST = 0.8       # time of the longest block beside blocks that end before it, as a share of its time beside blocks that do not
 
 def stored_wgmma_tile(p:Problem, row:UpTo[WgmmaShape]) -> WgmmaTile:
-  """Makes the tile description of the wgmma forward kernel for K and V stored in 8 bits, from a table row."""
+  """Makes the tile description of the wgmma forward kernel for K and V stored in 8 bits from `row`, a row of a tile table."""
   # A tile has at most as many keys as the problem, rounded up to whole matrix instructions.
   return WgmmaTile(**vars(replace(row.shape, block_n=min(row.shape.block_n, round_up(p.Sk, MMA[p.dtype].K)))))
 

@@ -125,7 +125,7 @@ class Edge:
     return clamped(self.inverse, j)
   @property
   def known(self) -> bool|None:
-    """True if every pair of a query and a key fulfils the condition, False if no pair does, otherwise None."""
+    """Whether every pair of a query and a key fulfils the condition (True), no pair does (False), or neither is certain (None)."""
     least, most = applied(self.steps, -FAR), applied(self.steps, FAR)
     if self.upper: return True if least >= FAR else False if most < 0 else None
     return True if most <= 0 else False if least > FAR else None

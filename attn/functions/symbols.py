@@ -24,19 +24,19 @@ def tensor_symbol(number:int, shape:tuple[int, ...], dtype:str) -> UOp:
   return UOp.placeholder(shape, FUNCTION_TENSOR_DTYPES[dtype], slot=number)
 
 def is_element(u:UOp) -> bool:
-  """Returns whether a UOp of a score_mod or mask_mod is an element of a tensor."""
+  """Returns whether a UOp inside score_mod or mask_mod reads an element of one of mod_tensors."""
   return u.op is Ops.INDEX
 
 def tensor_of(element:UOp) -> UOp:
-  """Returns the UOp that stands for the tensor to which an element belongs."""
+  """Returns the UOp that stands for the tensor from which `element` is read."""
   return element.src[0]
 
 def indices_of(element:UOp) -> tuple[UOp, ...]:
-  """Returns the index of an element along each axis of its tensor."""
+  """Returns the indices by which `element` is read from its tensor, one for each axis."""
   return element.src[1:]
 
 def number_of_tensor(element:UOp) -> int:
-  """Returns the index in mod_tensors of the tensor to which an element belongs."""
+  """Returns the number n of the tensor mod_tensors[n] from which `element` is read."""
   base = tensor_of(element)
   while base.op is Ops.RESHAPE: base = base.src[0]
   return int(base.arg.slot)

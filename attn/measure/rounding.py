@@ -41,7 +41,7 @@ ROUNDINGS: dict[tuple[str, str], Rounding] = {
      for scales, dtype in (("float32", dtypes.float), ("float16", dtypes.half))}}
 
 def exact_attention(q:NDArray[np.float64], k:NDArray[np.float64], v:NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-  """Computes attention in float64: returns the scores, minus the mean score of each query, and the output."""
+  """Computes attention in float64; returns (scores minus the mean score of their query, output)."""
   scores = q @ k.swapaxes(-1, -2)*q.shape[-1]**-.5
   p = np.exp(scores - scores.max(-1, keepdims=True))
   return scores - scores.mean(-1, keepdims=True), p/p.sum(-1, keepdims=True) @ v

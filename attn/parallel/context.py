@@ -358,7 +358,7 @@ def packed(p:Problem, results:Sequence[Tensor]) -> UOp:
   return first.cat(*rest).contiguous().uop
 
 def written_part(p:Problem, device:str, write:Callable[..., UOp]) -> UOp:
-  """Returns a buffer into which `write` writes all results of a launch: o, lse, and lse_rest if there is one."""
+  """Returns a buffer into which `write` writes o, lse and, if the problem has it, lse_rest (what rounding removed from lse)."""
   # `write` makes the launch: it gets the regions for the results and the whole buffer, and returns the UOp of the launch. The whole buffer is an
   # argument of the launch, so that tinygrad's memory planner knows that the buffer is in use.
   shapes, (*places, size) = [p.shapes[name][0] for name in p.outputs], part_places(p, p.Sq)

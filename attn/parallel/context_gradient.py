@@ -54,7 +54,7 @@ class RowGradient:
   found: Tensor
 
 def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:str) -> Tensor:
-  """Adds gradients of single runs of rows to a gradient of all rows, of this `shape`, on a device; `axis` counts rows."""
+  """Returns the gradient of all rows of a device's tensor of this `shape`: the sum of `parts`, each of which is for some rows."""
   # A part is padded with zeros to all rows. The additions run one after another, so that at most two padded parts are in memory at a time.
   total = None
   for part in parts:

@@ -42,7 +42,7 @@ def backward_held(tile:BackwardTile, d:int) -> int:
   return RESERVE + accumulators + 2*tile.block_n//mat.groups + row*tile.own_in_lds.count(False) + on_the_way
 
 def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]]:
-  """Returns the tile shapes of BACKWARD_SPACE that a kernel can use, as table rows; `keys`: for the kernel of dk and dv, otherwise of dq."""
+  """Returns the tile shapes of BACKWARD_SPACE that a kernel can use, as rows of a tile table. `keys`: the kernel of dk and dv, otherwise of dq."""
   found, p = list[UpTo[BackwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*BACKWARD_SPACE.values(), MATRICES):
     c = BackwardShape(**dict(zip(BACKWARD_SPACE, numbers)))

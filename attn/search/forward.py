@@ -95,7 +95,7 @@ def whole_and_smooth(arch:Chip, mat:Matrix, rows:int, d:int) -> bool:
   return divides and not any(conflict(arch.family, mat, n//mat.unit | 1) for n in (contraction(mat, d), rows))
 
 def candidates(arch:Chip, d:int) -> list[UpTo[ForwardShape]]:
-  """Returns the tile shapes that the search tries on a chip, as table rows; `d` is the head dimension."""
+  """Returns the tile shapes that the search tries on a chip, as rows of a tile table; `d` is the head dimension."""
   found, p = list[UpTo[ForwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*SPACE.values(), MATRICES):
     if matrix >= len(arch.matrix[MATRIX_DTYPES[0]]): continue
@@ -182,7 +182,8 @@ def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound
 def queries(x:RankedTile) -> int: return -x.bound.small
 
 def rows_of_class(arch:str, ranked:list[RankedTile], each:Each=map) -> list[RankedTile]:
-  """Returns the table rows for one range of head dimensions: the best tile, and, if it has many queries, also a smaller one for few workgroups."""
+  """Returns the rows of a tile table for one range of head dimensions: the best tile, and, if it has many queries, also a smaller one for few
+  workgroups."""
   worst = functools.cache(lambda row: worst_bound(arch, row, each))
   first = best(ranked, worst)
   if first is None or queries(first) <= SMALL_TILE: return [first] if first is not None else []

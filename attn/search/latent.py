@@ -21,7 +21,7 @@ def latent_numbers(p:Problem, tile:MlaTile|MlaMmaTile) -> int:
   return own + tile.row_tiles*tile.columns(p)*mat.accumulator + tile.block_n//tile.key_parts//mat.groups
 
 def latent_space(p:Problem, arch:Chip) -> dict[MlaTile|MlaMmaTile, UpTo[Any]]:
-  """Returns the tiles of latent attention to time, each with the table row that has its shape."""
+  """Returns the tiles of latent attention to time, each with a row of a tile table that has its shape."""
   kind, found = MlaMmaShape if arch.unit.mma else MlaShape, dict[MlaTile|MlaMmaTile, UpTo[Any]]()
   for matrix, *numbers in itertools.product(*LIMITS[kind].values()):
     row: UpTo[Any] = UpTo(head_class(p), kind(*numbers), matrix=matrix)

@@ -56,13 +56,13 @@ def tile_of(spec:Spec, row:UpTo[Any], shape:Shape=ASKED) -> Tile|BackwardTile:
   return amd_tile(p, chip, row) if spec.kernel == FORWARD else backward_tile(p, chip, row, spec.kernel == "dkdv")
 
 def row_in_use(spec:Spec, shape:Shape=ASKED) -> UpTo[Any]:
-  """Returns the tile that attn uses for a problem of size `shape`, as a table row."""
+  """Returns the tile that attn uses for a problem of size `shape`, as a row of a tile table."""
   p, chip = problem_of_spec(spec, shape), replace(get_chip(spec.arch), llvm=toolchain().llvm)
   tile = choose_amd_tile(p, chip) if spec.kernel == FORWARD else amd_backward_tile(p, chip, spec.kernel == "dkdv")
   return row_of_tile(spec, tile)
 
 def row_of_tile(spec:Spec, tile:Tile|BackwardTile) -> UpTo[Any]:
-  """Makes a table row with a tile's sizes."""
+  """Makes a row of a tile table from a tile description."""
   # a tile may be smaller than the row from which it was made
   kind = ForwardShape if spec.kernel == FORWARD else BackwardShape
   shape = kind(**{f.name: getattr(tile, f.name) for f in fields(kind)})
@@ -76,7 +76,7 @@ def usable(spec:Spec, row:UpTo[Any]) -> bool:
   return held(row, chip, spec.d) <= chip.vgprs and tile.block_m <= LARGEST_TILE
 
 def near_rows(spec:Spec, row:UpTo[Any]) -> Iterator[UpTo[Any]]:
-  """Yields table rows of usable tiles that differ in one size from the tile in `row`."""
+  """Yields usable tiles that differ in one size from the tile in `row`, as rows of a tile table."""
   for name, values in NUMBERS_CHANGED[spec.kernel].items():
     for value in values:
       if value == getattr(row.shape, name) or not usable(spec, near := replace(row, shape=replace(row.shape, **{name: value}))): continue
