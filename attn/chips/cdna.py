@@ -5,14 +5,14 @@ from attn.chips.matrix import LaneSums, Matrix
 from attn.chips.shapes import BackwardShape, MlaShape, UpTo
 
 def mfma(M:int, K:int, suffix:str, operand_type:str, exchange:str="bpermute", banks:int=32) -> Matrix:
-  """Returns the record of the MFMA instruction C (M x M) += A (M x K) B (K x M), e.g. 32x32x8f16 for M = 32, K = 8 and `suffix` "f16"."""
+  """Returns the table row of an MFMA instruction C (M x M) += A (M x K) B (K x M), e.g. 32x32x8f16 for M = 32, K = 8 and `suffix` "f16"."""
   # `suffix` is the text after the sizes in the name of clang's builtin, e.g. "f16" in mfma_f32_32x32x8f16. `operand_type` is the builtin's type for
   # an element of A and B. `exchange` names the instruction by which lanes exchange values: "bpermute" (ds_bpermute) or "permlane_swap"
   # (v_permlane16_swap and v_permlane32_swap). `banks` is the number of LDS banks for reads.
   return Matrix(f"mfma_f32_{M}x{M}x{K}{suffix}", M, M, K, 64, M*K//64, 4, operand_type, "{a}, {b}, {c}, 0, 0, 0", exchange, banks=banks)
 
 def mfma_of_bytes(name:str, K:int, operand_type:str, arguments:str, exchange:str="bpermute", banks:int=32) -> Matrix:
-  """Returns the record of an MFMA instruction for 8-bit floats, C (32 x 32) += A (32 x K) B (K x 32), whose builtin in clang is `name`."""
+  """Returns the table row of an MFMA instruction on 8-bit floats, C (32 x 32) += A (32 x K) B (K x 32); `name`: clang's builtin."""
   # `name` is the name of clang's builtin without `__builtin_amdgcn_`, `operand_type` the builtin's type for the elements of A and B, `arguments` the
   # text of the arguments after A, B and C; `exchange` and `banks` as for `mfma`
   return Matrix(name, 32, 32, K, 64, K//2, 4, operand_type, f"{{a}}, {{b}}, {{c}}, {arguments}", exchange, size=1, banks=banks)

@@ -38,7 +38,7 @@ LLVM = 22    # release of LLVM for which tiles are chosen if no compiler is know
 
 @dataclass(frozen=True)
 class Pipes:
-  """Costs of instructions on one compute unit: cycles on one SIMD, and bytes per clock of the LDS that all its SIMDs share."""
+  """Costs of instructions on one compute unit: cycles on one SIMD, and bytes per clock that LDS, which all SIMDs share, moves."""
   simds: int                 # SIMDs per compute unit
   valu: int                  # cycles of a full-rate vector instruction
   trans: int                 # cycles of a transcendental

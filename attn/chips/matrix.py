@@ -51,23 +51,23 @@ class Matrix:
   def operand_words(self) -> int: return self.operand*self.size//4
   @property
   def operand_elements(self) -> int:
-    """Length of the vectors that the builtin takes as A and B."""
+    """Length of the vectors that clang's builtin of the instruction takes as A and B."""
     return self.operand if self.size == 2 else self.operand_words
   @property
   def span(self) -> int:
-    """Length of products, such as the head dimension D in S = Q K^T, must be a multiple of this number."""
+    """Number of which the length of a sum, such as the head dimension D in S = Q K^T, must be a multiple."""
     # then each lane loads whole units of 16 bytes, and no operand of a matrix instruction is filled only in part
     return max(self.K, self.unit*self.groups)
   @property
   def least_keys(self) -> int:
-    """Smallest number of keys that a tile of a kernel's loop over keys may have."""
+    """Smallest number of keys that one iteration of a loop over keys may compute."""
     # at least M, because the M rows of S^T = K Q^T are keys, and at least `span`, because P V sums over keys
     return max(self.M, self.span)
   @property
   def groups(self) -> int: return self.wave // self.N             # number of lane groups
   @property
   def group_steps(self) -> tuple[int, ...]:
-    """Distances between lanes that exchange values, e.g. (16, 32) for four lane groups of 16 lanes."""
+    """Distances between the lanes that hold elements of one column of C, e.g. (16, 32) for four lane groups of 16 lanes."""
     # After exchanges at all of these distances, every lane has received values of all lane groups.
     return tuple(self.N << i for i in range(self.groups.bit_length() - 1))
   @property
@@ -77,26 +77,26 @@ class Matrix:
   @property
   def tile_keys(self) -> int: return self.M                       # keys of a tile of scores
   def c_row(self, h:Int, i:Int) -> Int:
-    """Returns the row of C to which element i of a lane in lane group h belongs."""
+    """Returns the row of C in which element i of a lane in lane group h lies."""
     return i//self.block*(self.block*self.groups) + h*self.block + i%self.block
   def key_of(self, h:Int, n:Int) -> Int:
-    """Returns which key of a tile the n-th score of a lane in lane group h belongs to."""
+    """Returns the index in the tile of the key to which the n-th score of a lane in lane group h belongs."""
     # a lane holds scores of one query with several keys, from one or more matrix tiles: n first counts the scores of the first tile, then those of
     # the next
     return self.c_row(h, n % self.accumulator) + n//self.accumulator*self.M
   def row_of(self, d:Int) -> Int:
-    """Returns the row of operand A in which a kernel puts row d of V^T, for the product O^T = V^T P^T."""
+    """Returns the row of operand A that gets row d of V^T in the product O^T = V^T P^T, so that a lane computes neighbouring columns of O."""
     # in this order of rows a lane computes consecutive columns of O, which it can store together
     tile, d = d//self.M*self.M, d%self.M
     return tile + self.c_row(d//self.accumulator, d%self.accumulator)
   def column_of(self, row:Int) -> Int:
-    """Returns the row of V^T that is in row `row` of operand A: the inverse of `row_of`."""
+    """Returns the row of V^T that row `row` of operand A holds: the inverse of `row_of`."""
     tile, r = row//self.M*self.M, row%self.M
     return tile + r//self.block%self.groups*self.accumulator + r//(self.block*self.groups)*self.block + r%self.block
 
 @dataclass(frozen=True)
 class LaneSums:
-  """AMD matrix instruction, D = A B + C with A full of ones, by which each lane gets the sums of its own elements of B."""
+  """AMD matrix instruction D = A B + C that is used with ones in A, so that each lane gets the sum of the elements of B that it holds."""
   # v_mfma_f32_4x4x4_16b (MI300 ISA section 7.1): a lane holds one column of B, C and D. If all elements of A are 1, each element of D is the element
   # of C plus the sum of the lane's elements of B.
   name: str             # name of the clang builtin after `__builtin_amdgcn_`
@@ -146,18 +146,18 @@ class Mma:
   def tile_keys(self) -> int: return self.N                         # keys of a tile of scores
   def c_row(self, lane:Int, i:int) -> Int: return lane//self.groups + i*8     # i: which of the two rows
   def key_of(self, h:Int, n:int) -> Int:
-    """Returns which key the n-th score of a lane in a row of S belongs to; `h`, 0 to 3, numbers the four lanes that share the row."""
+    """Returns the index of the key to which the n-th score of lane `h` (0 to 3) belongs, where four lanes share a row of S."""
     # a lane holds two neighbouring scores of each tile of S: n first counts those of the first tile, then those of the next
     return n//self.block*self.N + h*self.block + n%self.block
   def a_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns (row, unit of 16 bytes) that a lane gives to ldmatrix.x4 to read 16 rows of operand A."""
+    """Returns (row, index of 16 bytes in the row) that a lane gives to ldmatrix.x4 to read 16 rows of operand A."""
     return lane%16, lane//16
   def b_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns (row, unit of 16 bytes) that a lane gives to ldmatrix.x4 to read operand B of two tiles of C from rows of B^T."""
+    """Returns (row, index of 16 bytes in the row) that a lane gives to ldmatrix.x4 to read B for two C fragments from rows of B^T."""
     # such as the rows of K: the product sums over the columns; ldmatrix.x4 reads 8 rows for each tile of C, and gives two dwords for each
     return lane//16*8 + lane%8, lane//8%2
   def b_transposed_address(self, lane:Int) -> tuple[Int, Int]:
-    """Returns (row, unit of 16 bytes) that a lane gives to ldmatrix.x4 to read operand B of two tiles of C from rows of B."""
+    """Returns (row, index of 16 bytes in the row) that a lane gives to ldmatrix.x4 to read B for two C fragments from rows of B."""
     # such as the rows of V, which ldmatrix.x4 transposes: the product sums over the rows; ldmatrix.x4 reads 8 columns for each tile of C
     return lane%self.K, lane//self.K
 
@@ -165,9 +165,9 @@ MMA_OF_8_BITS: dict[str, Mma] = {"fp8e4m3": Mma("mma_m16n8k32_e4m3", "e4m3", K=3
 MMA: dict[str, Mma] = {"float16": Mma("mma_m16n8k16_f16", "f16"), "bfloat16": Mma("mma_m16n8k16_bf16", "bf16")}
 
 def contraction(matrix:Matrix, length:int) -> int:
-  """Returns `length`, such as a head dimension, rounded up to a multiple of what the kernel's matrix instructions sum over."""
+  """Returns `length`, such as a head dimension, rounded up to a multiple of the elements that the kernel's matrix instructions sum at a time."""
   return -(-length//matrix.span)*matrix.span
 
 def row_registers(matrix:Matrix, length:int) -> int:
-  """Returns how many registers of a lane an operand of the matrix instruction takes, made of rows of `length` elements."""
+  """Returns how many registers a lane needs for its part of an operand whose rows have `length` elements."""
   return contraction(matrix, length)*matrix.size//4//(1 if matrix.duplicated else matrix.groups)

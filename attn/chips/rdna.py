@@ -5,7 +5,7 @@ from attn.chips.matrix import Matrix
 from attn.chips.shapes import BOTH, NO_BIAS, NO_OPTION, BackwardShape, MlaShape, UpTo
 
 def wmma(suffix:str, operand_type:str, block:int, duplicated:bool=False, K:int=16, arguments:str="{a}, {b}, {c}", size:int=2) -> Matrix:
-  """Returns the record of the WMMA instruction C (16 x 16) += A (16 x K) B (K x 16), e.g. wmma_f32_16x16x16_f16_w32 for `suffix` "f16_w32"."""
+  """Returns the table row of a WMMA instruction C (16 x 16) += A (16 x K) B (K x 16), e.g. wmma_f32_16x16x16_f16_w32 for `suffix` "f16_w32"."""
   # `suffix` is the end of its builtin's name in clang, `operand_type` the builtin's type for an element of A and B, and `arguments` the text of the
   # builtin's arguments. `size` is the number of bytes of an element of A and B. A lane holds the rows of C in groups of `block` consecutive rows.
   # `duplicated` says whether both halves of a wave hold all of A and B.
@@ -26,6 +26,6 @@ DBIAS_IN_PIECES = UpTo(128, BackwardShape(4, 16, BOTH, fenced=2, prefetch=0, spa
 PLAIN_DKDV_192_ON_RDNA = UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, passes=2, read_ahead=3), options=(*NO_OPTION, *NO_BIAS))
 
 def caches_of_one_die(l2:int, shared:int, gbs:float) -> Caches:
-  """Returns the record of the caches of a chip of one die: `l2` MB of L2, `shared` MB of Infinity Cache, `gbs` GB/s."""
+  """Returns the caches of a chip made of one die: `l2` MB of L2, `shared` MB of Infinity Cache, memory of `gbs` GB/s."""
   # half of Infinity Cache is for the K and V of the workgroups that run at the same time, half for Q and O
   return Caches(1, l2 << 20, shared << 20, gbs, group=shared << 19)

@@ -13,7 +13,7 @@ from attn.chips.matrix import Matrix
 EVERY = 1000    # number above every release of LLVM: a table row for this release and older ones is for every release
 
 class Burden(IntEnum):
-  """What a kernel computes for each score besides the softmax, from PLAIN (nothing) to BIAS (needs the most registers)."""
+  """Work of a kernel on each score besides the softmax, from PLAIN (none) to BIAS (needs most registers)."""
   # Each member needs more registers than the one before it. So a kernel with enough registers for one member has enough for all members before it.
   PLAIN = 0
   MASK = 1
@@ -33,7 +33,7 @@ AnyShape = TypeVar("AnyShape")
 
 @dataclass(frozen=True)
 class UpTo(Generic[AnyShape]):
-  """Row of a table of tile shapes: a tile shape for head dimensions up to `up_to`, and conditions for its use."""
+  """Row of a table of tile shapes: a tile shape, and the problems for which it may be used, e.g. head dimensions up to `up_to`."""
   up_to: int
   shape: AnyShape
   _: KW_ONLY
@@ -84,7 +84,7 @@ class BackwardShape:
 
 @dataclass(frozen=True)
 class ShapeAtOnce:
-  """Row of a table: the tile shape with which one AMD kernel computes dq, dk and dv, and the attention options for which it is used."""
+  """Row of a table of tile shapes: the shape with which one AMD kernel computes dq, dk and dv, and the attention options that it supports."""
   shape: BackwardShape
   # with these options it spills no register in its loops, and is predicted to be faster than two kernels
   options: tuple[str, ...] = ("sinks", "kv_lengths", "alibi", "softcap", "dropout_p")
@@ -121,7 +121,7 @@ class WgmmaShape:
 
 @dataclass(frozen=True)
 class RatedUpTo(UpTo[WgmmaShape]):
-  """Row of a table of tile shapes that also says how fast the kernel is with this shape."""
+  """Row of a table of tile shapes that also has the speed of the wgmma forward kernel with this shape."""
   # number of blocks for which a multiprocessor has enough registers
   resident: int
   # full, causal: TFLOP/s without a mask, and under a causal mask, for a large grid and many keys
@@ -163,7 +163,7 @@ class WgmmaBackwardShape:
 
 @dataclass(frozen=True)
 class GradientsUpTo(UpTo[WgmmaBackwardShape]):
-  """Row of a table: the tile shape of a backward kernel with Hopper's wgmma, and the problems for which it is used."""
+  """Row of a table of tile shapes for backward kernels with Hopper's wgmma: a shape, and the problems for which it may be used."""
   _: KW_ONLY
   varied: bool = True            # whether there are registers for a term whose derivative is not 1
   few_queries: int|None = None   # most queries that the table row is for: of one head, or if the kernel owns keys, of all heads that share the keys

@@ -16,7 +16,7 @@ Array = NDArray[Any]
 
 @dataclass
 class BankUse:
-  """Counts of all reads, or of all writes, of one LDS buffer that access the same number of bytes per lane."""
+  """Counts of LDS accesses and of the cycles that they took: of reads or of writes of one buffer, with equal numbers of bytes per lane."""
   buffer: str
   verb: str
   nbytes: int
@@ -37,7 +37,7 @@ _READ_B128: dict[str, tuple[list[int], ...]] = {   # family with waves of 64 lan
 
 @functools.cache
 def phases(family:str, wave:int, read:bool, nbytes:int) -> tuple[int, Array]:
-  """Returns (number of LDS banks, lanes that LDS serves at the same time as rows of an array) for an access of `nbytes` bytes per lane."""
+  """Returns (number of LDS banks, array of lanes: each row lists lanes served at the same time), for accesses of `nbytes` bytes per lane."""
   banks = 64 if family == "cdna4" and read else 32
   if read and nbytes == 16 and wave == 64:
     groups = _READ_B128.get(family, _READ_B128["cdna3"])

@@ -79,7 +79,7 @@ class OutOfScope(EmulatorError): pass
 
 @dataclass
 class Finding:
-  """A fault in an access to LDS: the class of the error, and which threads are at fault."""
+  """A faulty access to LDS: the class of the error, and a mask of the threads that made the access."""
   error: type[EmulatorError]
   threads: Array
   # for each thread in a race: the wave that accessed the location before; for NotWaitedFor: the index of the asynchronous operation

@@ -66,7 +66,7 @@ SATURATING = ("nvidia",)
 # ***** the layouts *****
 
 class Layout:
-  """Layout of a matrix in registers: where each element of a lane lies in the matrix."""
+  """Layout of a matrix in registers: for each element that a lane holds, its row and its column in the matrix."""
   # `spec` is a text like those of einops: "digits of the element's index, digits of the lane -> digits of the row, digits of the column", without
   # the comma. A letter stands for a digit, and the highest digit comes first. The keyword argument with this letter as its name gives the number of
   # values of the digit. For example, with "rp gt -> rg tp" and r=2, p=2, g=8, t=4, element 2r + p of lane 4g + t lies in row 8r + g and column 2t +
@@ -99,7 +99,7 @@ class Layout:
     return np.ascontiguousarray(m).reshape(-1, self.columns, self.rows)
 
   def add_matrices(self, c:Array, m:Array) -> Array:
-    """Returns c + m, where c (elements, threads) has this layout, and m has a matrix for each wave (waves, rows, columns)."""
+    """Returns c + m: c (elements, threads) has this register layout, and m (waves, rows, columns) is one matrix for each wave."""
     order = np.argsort(self.by_rows)
     found = np.ascontiguousarray(m.reshape(-1, *self.matrix_split).transpose(order)).reshape(self.elements, -1)
     return np.add(found, c, out=found)

@@ -30,7 +30,7 @@ class UOpCompiler(Compiler):
   def compile(self, src:str) -> bytes: return zlib.compress(pickle.dumps(self.printed[src]), 1)
 
 class _Emulated(Renderer):
-  """Base class that adapts a renderer for hardware to the emulator."""
+  """Base class that changes one of tinygrad's GPU renderers so that the emulator can run what it lowers."""
   # another compiler, no fp8, and only the matrix instructions that the chip has
   target: Target
   def adapt(self) -> None:
@@ -98,7 +98,7 @@ class EMUDevice(Compiled):
     return self.cached_renderer[target]
 
 def register() -> None:
-  """Registers the device `EMU` in tinygrad, and starts to remember the kernels that are made for `EMU`."""
+  """Registers the device `EMU` in tinygrad, and remembers from now on which kernels are made for `EMU`."""
   if "tinygrad.runtime.ops_emu" in sys.modules: return
   watch_kernels("EMU", remember)
   # tinygrad finds a device by the name of this module

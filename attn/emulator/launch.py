@@ -30,7 +30,7 @@ OVERHEAD = 64            # bytes per thread of the frame itself: numbers of thre
 
 @dataclass
 class Launch:
-  """Record of one run of a kernel on the emulator: its sizes, the time, and bank conflicts if these were counted."""
+  """One run of a kernel on the emulator: its sizes, its duration, and, if they were counted, its bank conflicts."""
   kernel: str
   arch: str
   workgroups: int
@@ -49,7 +49,7 @@ def last_run() -> Launch|None:
 # ***** workgroups that wait for each other *****
 
 class Resident:
-  """Workgroup that has started and not ended, with the point of the program at which it stopped."""
+  """A workgroup that has started and has not ended, stopped at some point of the program."""
   def __init__(self, make:Callable[[], Frame]):
     self.frame: Frame|None = None
     self.parts = self._parts(make)
@@ -60,7 +60,7 @@ class Resident:
   def can_run(self) -> bool: return self.frame is None or self.frame.can_run
 
 def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, resident:int) -> None:
-  """Runs all workgroups of a launch, at most `resident` of them at the same time; make(i) returns the threads of workgroup i."""
+  """Runs all workgroups of a launch, at most `resident` at the same time; make(i) returns a Frame, the threads of workgroup i."""
   random = meeting.random
   waiting = list(range(workgroups))[::-1] if random is None else random.permutation(workgroups).tolist()
   keeping = 1.0 if random is None else float(random.choice(KEEPING))

@@ -21,7 +21,7 @@ REMEMBERED = 64         # number of kernels that are remembered
 _built: dict[UOp, Callable[[], Any]] = {}    # AST -> function that makes the AST again, the newest last
 
 def remember(ast:UOp, again:Callable[[], Any]) -> None:
-  """Remembers a kernel's AST and the function `again` that makes this AST a second time."""
+  """Remembers a kernel's AST together with the function `again`, which makes the same AST a second time."""
   _built.pop(ast, None)
   _built[ast] = again
   while len(_built) > REMEMBERED: del _built[next(iter(_built))]
@@ -66,14 +66,14 @@ def _stores(ast:UOp) -> tuple[UOp, ...]:
   return tuple(u for u in ast.src if u.op is not Ops.PARAM)
 
 class Listing:
-  """The line of Python and the line of the rendered source for each UOp of a program."""
+  """Lines of Python and of the rendered source: for each UOp of a program, the lines that emitted and render it."""
   def __init__(self, uops:list[UOp], name:str, renderer:Any):
     self.source, self.lines = statements(renderer, uops)
     self.python = self._python(uops, name, renderer)
 
   @classmethod
   def of(cls, make:Callable[[], UOp], renderer:Any) -> Listing:
-    """Returns the listing of a kernel, whose AST the function `make` returns, as lowered and rendered by `renderer`."""
+    """Returns the lines of Python and of the rendered source for the kernel whose AST `make` returns, lowered and rendered by `renderer`."""
     made, places = made_with_places(make, _internal)
     listing = cls.__new__(cls)
     listing.source, listing.lines = statements(renderer, lowered_with_places(made, renderer, places))

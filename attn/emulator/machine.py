@@ -25,11 +25,11 @@ from attn.emulator.under_way import UnderWay
 
 Array = NDArray[Any]
 class Suspended(Exception):
-  """Raised if the running operation has to wait for another workgroup. The emulator runs the operation again later."""
+  """Raised by an operation that must wait for another workgroup. The emulator runs the operation again later."""
 
 @dataclass
 class Wait:
-  """Counters in global memory for which threads of a workgroup wait: a thread waits until its counter is equal to its `number`."""
+  """What threads of a workgroup wait for: each waits until its counter in global memory is equal to its `number`."""
   space: Space
   memory: Array       # int32
   at: Array           # element for each waiting thread
@@ -70,7 +70,7 @@ class Frame(Threads):
 
   @contextmanager
   def _explained(self) -> Iterator[None]:
-    """Context manager that adds the place of the running operation, in Python and in the rendered source, to an error."""
+    """Context manager that adds to an error which operation was running: its line of Python, and its line in the rendered source."""
     try: yield
     except EmulatorError as e:
       e.args = (f"{e}{self.plan.place(self.plan.uops[self.pc])}",)
@@ -101,7 +101,7 @@ class Frame(Threads):
       else: pc = jump
 
   def parts(self) -> Iterator[None]:
-    """Runs the program as a generator, which yields before each atomic operation, and where an operation must wait for another workgroup."""
+    """Runs the program as a generator. It yields before each atomic operation, and when an operation must wait for another workgroup."""
     pc, steps, frees, v = 0, self.plan.steps, self.plan.frees, self.v
     with self._explained():
       try:
@@ -120,7 +120,7 @@ class Frame(Threads):
   def can_run(self) -> bool: return self.wait is None or self.wait.over
 
   def deadlock(self, why:str) -> EmulatorError:
-    """Returns the error Deadlock for a workgroup that waits in vain; `why` says what the other workgroups do."""
+    """Returns the error Deadlock for this workgroup, whose wait can never end; `why` says what the other workgroups do."""
     assert self.wait is not None
     bad, wait = np.zeros(self.T, bool), self.wait
     bad[wait.threads[wait.memory[wait.at] != wait.number]] = True
@@ -130,7 +130,7 @@ class Frame(Threads):
   # ***** threads *****
 
   def special(self, kind:str, axis:int) -> Array:
-    """Returns each thread's index along a grid axis: of its workgroup (`kind` "g"), in its workgroup ("l"), or in the grid ("i")."""
+    """Returns an index of each thread along a grid axis, by `kind`: "g" of its workgroup, "l" within the workgroup, "i" within the grid."""
     # the kinds are the first letters of gidx, lidx and idx in tinygrad's UOp SPECIAL
     wg, size = self.workgroup_of + self.first, self.local[axis]
     group = (wg // int(np.prod(self.grid[:axis], dtype=np.int64)) % self.grid[axis]).astype(np.int32)
@@ -142,7 +142,7 @@ class Frame(Threads):
     return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
-    """Divides an index of elements of the buffer `name` by `per`, the elements of a vector. Raises Misaligned if it is no multiple of `per`."""
+    """Returns `index`, counted in elements of the buffer `name`, counted in vectors of `per` elements. Raises Misaligned if it is no multiple."""
     index, beyond = divided(index, per)
     if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
       at = self.full(index*per + beyond)
@@ -150,12 +150,12 @@ class Frame(Threads):
     return index
 
   def leave(self, to:int|None=None) -> int|None:
-    """Makes the threads active that were active before a loop, at the loop's end. Returns `to`, the index of the next operation."""
+    """Ends a loop: the threads that were active before it are active again. Returns `to`, the index of the next operation."""
     self.pop()
     return to
 
   def iterate(self, slot:int, i:Any, bound:Array) -> bool:
-    """Begins iteration i of a loop in the threads with i < `bound`. Returns False if there are no such threads."""
+    """Begins iteration i of a loop with the threads where i < `bound`. Returns False if there are none."""
     self.v[slot] = i
     if not np.shape(bound): return bool(i < bound)
     self.mask = self.stack[-1]
@@ -163,7 +163,7 @@ class Frame(Threads):
     return self.mask is None or bool(self.mask.any())
 
   def barrier(self, gate:Array|None=None) -> Array:
-    """Executes a barrier in the waves where `gate` is true, or in whole workgroups, and returns zeros."""
+    """Executes a barrier in the waves of threads where `gate` is true, or without `gate` in whole workgroups; returns zeros."""
     # A new interval, the time between two barriers, begins for their waves. A wave (with `gate`) or workgroup that is not whole is an error.
     mask, unit = self.mask if gate is None else gate, self.width if gate is None else self.wave
     reached = np.ones(self.interval.shape, bool)
@@ -224,13 +224,13 @@ class Frame(Threads):
     self.passed = self.passed + self._warpgroups(self.full(gate))
     return np.zeros(self.T, np.float32)
   def _warpgroups(self, gate:Array) -> Array:
-    """Returns a bool array (workgroups, warpgroups of a workgroup): True for warpgroups whose threads are active and have `gate` true."""
+    """Returns, as bools (workgroups, warpgroups), which warpgroups are active with `gate` true. Raises DivergentBarrier if only a part of one is."""
     with self.only(gate):
       found = self._whole(WARPGROUP, DivergentBarrier, "this thread does not reach a barrier that others of its warpgroup reach")
     return found.reshape(self.workgroups, -1)
 
   def _whole(self, size:int, kind:type[EmulatorError], text:str) -> Array:
-    """Returns which groups of `size` consecutive threads are active. Raises `kind` with the message `text` if a group is active in part."""
+    """Returns a bool for each group of `size` threads: whether it is active. Raises `kind` with the message `text` if only a part of it is."""
     here = self.active.reshape(-1, size)
     if self.checks and (missing := ~here & here.any(axis=1, keepdims=True)).any(): raise self.error(kind, missing.ravel(), lambda t: text)
     return np.asarray(here.any(axis=1))
@@ -283,7 +283,7 @@ class Frame(Threads):
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
   def check_term(self, slot:int, subtracted:bool) -> None:
-    """Raises NegativeTerm if value number `slot` of the program (or if `subtracted`, minus this value) is negative in an active thread."""
+    """Raises NegativeTerm if a term of a buffer offset, value number `slot` or (`subtracted`) minus this value, is negative in an active thread."""
     # a term of a buffer instruction's offset
     term = self.full(-self.v[slot] if subtracted else self.v[slot])
     if self.checks and (bad := self.active & (term < 0)).any():

@@ -22,12 +22,12 @@ Array = NDArray[Any]
 WARPGROUP = 128
 
 def warpgroup_operand(a:Array, size:int) -> Array:
-  """Returns operand A of a wgmma, (warpgroups, 64, columns), from its registers (registers, threads), as unsigned integers of `size` bytes."""
+  """Returns operand A of a wgmma, (warpgroups, 64, columns), made from registers `a` (registers, threads): unsigned integers of `size` bytes."""
   layout = Layout("scrp wgt -> wrg sctp", s=a.shape[0]//4, c=2, r=2, p=4//size, w=4, g=8, t=4)
   return layout.to_matrices(a, lambda x: _parts(x, f"u{size}")).swapaxes(1, 2)
 
 def warpgroup_product(a:Array, b:Array, c:Array, depth:int=0, bits:int=0) -> Array:
-  """Returns c + A B^T in fp32 for each warpgroup: c (registers, threads), A (warpgroups, 64, k), B (warpgroups, n, k)."""
+  """Returns c + A B^T in fp32, for each warpgroup: `c` is (registers, threads), `a` (warpgroups, 64, k), `b` (warpgroups, n, k)."""
   layout, (groups, n, k) = Layout("irp gt -> rg itp", i=c.shape[0]//4, r=2, p=2, g=8, t=4), b.shape
   rows, columns = a.reshape(groups, 4, 16, k), b[:, None].swapaxes(2, 3)
   # `bits` is above 0 for chips whose matrix unit keeps only so many bits after the binary point (SHORT_SUMS): `depth` products are added at a time,
@@ -113,7 +113,7 @@ def truncated_at(x:Array, size:Array, bits:int) -> Array:
   return np.trunc(x*places)/places
 
 def short_sum(a:Array, b:Array, c:Array, bits:int) -> Array:
-  """Returns c + A B for A (waves, M, K), B (waves, K, N) and c (waves, M, N), summed with only `bits` bits of mantissa."""
+  """Returns c + A B for A (waves, M, K), B (waves, K, N), c (waves, M, N), where sums keep only `bits` bits of mantissa."""
   # An element of the result is a sum of products and an element of c. Let 2^e be the largest power of two that is not above the largest of these
   # addends. Each addend is rounded towards zero to a multiple of 2^(e - bits). Then they are added, and the sum is cut off to `bits` bits of
   # mantissa.

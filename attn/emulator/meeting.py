@@ -1,5 +1,4 @@
-"""Effects of the workgroups of one launch on each other through global memory: atomic additions, tickets and turns (attn/ops/atomics.py). Begin with
-`Meeting`."""
+"""Effects that the workgroups of a launch have on each other through global memory: atomic additions, tickets and turns. Begin with `Meeting`."""
 from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ Array = NDArray[Any]
 
 @dataclass
 class Trace:
-  """Record of one access by one wave: which 4-byte elements of a buffer, and when."""
+  """One access by one wave: which 4-byte elements of a buffer it accessed, at which time of the wave, in which step of the program."""
   wave: int
   clock: int
   step: int
@@ -38,7 +37,7 @@ class Trace:
 
 @dataclass
 class Traces:
-  """All recorded accesses to one allocation, divided into atomic operations and other accesses."""
+  """All accesses to one allocation so far: a list of atomic ones, and a list of the others."""
   # for each element: the wave that last added to the element (-1: none), and that wave's clock at the time
   adder: Array
   added: Array
@@ -66,11 +65,11 @@ class Meeting:
   # ***** the order of accesses *****
 
   def of_wave(self, wave:int) -> Array:
-    """Returns a vector clock, with a time for each wave: its accesses before that time come before the next access by wave `wave`."""
+    """Returns, for each other wave, a time of its clock: what that wave accessed before then surely happens before the next access by wave `wave`."""
     return found if (found := self.known.get(wave)) is not None else np.zeros(self.count, np.int32)
 
   def waves_of(self, f:Threads, gate:Array) -> list[tuple[int, Array]]:
-    """Returns (wave, its threads) for each wave with threads where `gate` is true, as an index in the launch and as indices of threads."""
+    """Returns (index of the wave in the launch, its threads where `gate` is true) for each wave that has such threads."""
     threads = np.flatnonzero(gate)
     return [(f.first*self.waves + int(w), threads[f.wave_of[threads] == w]) for w in np.unique(f.wave_of[threads])]
 
@@ -78,7 +77,7 @@ class Meeting:
     for wave, _ in self.waves_of(f, gate): self._settle(wave)
 
   def await_sent(self, f:Threads, gate:Array) -> None:
-    """Records that the waves of the threads where `gate` is true have waited for all additions that they sent to the copy engine (TMA)."""
+    """Records that waves with threads where `gate` is true have waited for all additions that they had sent to the copy engine (TMA)."""
     for wave, _ in self.waves_of(f, gate):
       self.sent.pop(wave, None)
       self.happen(wave)
@@ -102,14 +101,14 @@ class Meeting:
     for wave in here: self.known[wave] = joint
 
   def take_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads have waited until the counter at `pointer` had the number of their turn, where `gate` is true."""
+    """Records that threads where `gate` is true have waited until the counter at `pointer` had the number of their turn."""
     # their waves now know which accesses were complete when earlier turns were passed on
     for wave, threads in self.waves_of(f, gate):
       for counter in self._counters(pointer, threads):
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
 
   def pass_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads increase the counter at `pointer`, for which others wait. Raises NotWaitedFor if additions may be incomplete."""
+    """Records that threads add 1 to the counter at `pointer`, which ends their turn. Raises NotWaitedFor if their additions may be incomplete."""
     passing = self.waves_of(f, gate)
     for wave, threads in passing:
       if f.checks and (step := self.sent.get(wave)) is not None:
@@ -136,11 +135,11 @@ class Meeting:
   # ***** additions *****
 
   def in_order(self, threads:Array) -> Array:
-    """Returns `threads` in the order in which they execute an atomic operation: by number, or in a random order (ATTN_EMU_ORDER)."""
+    """Returns `threads` in the order in which they execute an atomic operation: ascending, or random if ATTN_EMU_ORDER is set."""
     return threads if self.random is None else self.random.permutation(threads)
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False, sets:Array|None=None) -> None:
-    """Adds `values`, one for each thread where `gate` is true, to the elements `at` of `memory`; where `sets` is true, stores them instead."""
+    """Adds each thread's number in `values` to element `at` of `memory`, where `gate` is true. Where `sets` is true, the number replaces it."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)
@@ -166,14 +165,14 @@ class Meeting:
     traces.adder[elements], traces.added[elements] = wave, self.clock[wave]
 
   def happen(self, wave:int, count:int|None=None) -> None:
-    """Performs the first `count` pending additions of a wave, or all of them if `count` is None."""
+    """Performs the first `count` additions of a wave that have been delayed, or all of them if `count` is None."""
     if (waiting := self.pending.get(wave)) is None: return
     for _ in range(len(waiting) if count is None else count):
       _perform(*waiting.popleft())
     if not waiting: del self.pending[wave]
 
   def some_happen(self) -> None:
-    """Performs some pending additions of some waves, both chosen at random."""
+    """Performs some of the delayed additions, of some of the waves, both chosen at random."""
     if self.random is None: return
     for wave in self.random.permutation(sorted(self.pending)):
       if self.random.random() < 0.5: self.happen(int(wave), int(self.random.integers(1, len(self.pending[int(wave)]) + 1)))
@@ -184,7 +183,8 @@ class Meeting:
   # ***** accesses of both kinds *****
 
   def note(self, f:Threads, space:Space, elements:Array, active:Array|None, verb:str, atomic:bool) -> None:
-    """Records that active threads accessed `elements` (elements of a thread, threads) of a buffer; `verb` names the access in errors."""
+    """Records that active threads accessed `elements` (elements of a thread, threads). Raises AtomicRace if an earlier access is in no order with
+    it."""
     # Raises AtomicRace if nothing orders this access and an earlier access to the same element, and just one of the two is atomic. `verb` says in
     # error messages what the access does.
     traces, elements = self.traces[_base(space)], elements + space.begin//4
@@ -211,7 +211,7 @@ def _base(space:Space) -> Allocation:
   return space.base
 
 class WatchedSpace(Space):
-  """Buffer that both atomic and other operations access. A `Meeting` checks the order of all accesses to this buffer."""
+  """Buffer that atomic and other operations access. A `Meeting` checks that their order is defined."""
   def __init__(self, meeting:Meeting, *args:Any, **more:Any):
     super().__init__(*args, **more)
     self.meeting = meeting

@@ -21,7 +21,7 @@ def chunk_type(nbytes:int) -> np.dtype[Any]:
   return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}.get(nbytes, f"V{nbytes}"))
 
 def divided(x:Array, n:int) -> tuple[Array, Array]:
-  """Returns x//n and x%n."""
+  """Returns (x//n, x%n)."""
   # shifts, if n is a power of two, are many times as fast
   return (x >> n.bit_length() - 1, x & n - 1) if n & n - 1 == 0 else (x//n, x % n)
 
@@ -38,7 +38,7 @@ def to_chunks(x:Array, n:int, chunk:int) -> Array:
 # ***** device allocations *****
 
 class Allocation:
-  """Device memory."""
+  """A piece of device memory that tinygrad has allocated, as bytes."""
   # `written` has a flag for each byte that says whether the byte was written since the allocation; None: every byte was
   def __init__(self, size:int):
     self.data = np.full(size, POISON, np.uint8)
@@ -63,20 +63,20 @@ class View:
     if self.base.written is not None and self.base.written.all(): self.base.written = None
 
   def stored_by(self, kernel:str, buffer:str, itemsize:int, stores:bool) -> None:
-    """Records that this memory is the output `buffer`, with elements of `itemsize` bytes, of a kernel that has run."""
+    """Records that a kernel has run whose output `buffer`, with elements of `itemsize` bytes, is this memory."""
     # `stores` is false if lowering has removed all stores to the buffer from the kernel
     if stores: self.settle()
     why = "" if stores else ": every store to it was simplified away, because its condition is never true or its loop has no iterations"
     if self.written is not None: self.base.outputs[self.offset, self.size] = kernel, buffer, itemsize, why
 
   def fill(self, data:Array, written:Array|None=None) -> None:
-    """Copies `data` into the memory. `written` flags the bytes that count as written; None: all bytes."""
+    """Copies `data` to the memory. `written` is a bool for each byte, whether it counts as written; None: all do."""
     self.data[:] = data
     if (mine := self.written) is not None: mine[:] = 1 if written is None else written
     self.settle()
 
   def check_written(self) -> None:
-    """Raises UnwrittenOutput if this range contains an element of a kernel's output that was never written."""
+    """Raises UnwrittenOutput if this range has an element of a kernel's output that was never written."""
     if (written := self.written) is None or written.all(): return
     for (offset, size), (kernel, buffer, itemsize, why) in self.base.outputs.items():
       missing = np.flatnonzero(self.base.written[max(offset, self.offset):min(offset+size, self.offset+self.size)] == 0)   # type: ignore[index]
@@ -108,7 +108,7 @@ class Space:
     return v
 
   def _at(self, index:Array, chunk:int, active:Array|None, verb:str) -> Array:
-    """Returns the position in the memory of each thread's chunk number `index`, after a check of the bounds in active threads."""
+    """Returns the index in the memory, counted in chunks, of each thread's chunk number `index`; raises OutOfBounds for an active thread outside."""
     # `index` counts chunks of `chunk` bytes from the start of the buffer; inactive threads get 0; `verb` says in error messages what the access does
     if self.begin % chunk:
       bad = np.ones(self.f.T, bool) if active is None else np.broadcast_to(active, self.f.T)
@@ -147,7 +147,7 @@ class Space:
       flags[at] = np.full(chunk, 1, np.uint8).view(chunk_type(chunk))[0]
 
   def atomic(self, index:Array, nbytes:int, gate:Array, verb:str, sets:Array|None=None) -> tuple[Array, Array]:
-    """Prepares atomic operations on `nbytes` bytes at byte `index`: returns the memory as uint32, and each thread's first number in it."""
+    """Prepares atomic operations on `nbytes` bytes from byte `index` on; returns (memory as uint32, index of each thread's first number in it)."""
     # where `sets` is true, the thread replaces the numbers without reading them
     index, beyond = divided(index, nbytes)
     if (bad := gate & (beyond != 0)).any():
@@ -199,7 +199,7 @@ class Pointer:
   def __init__(self, space:Space, buffer:UOp, offset:Array): self.space, self.buffer, self.offset = space, buffer, offset
 
   def chunks(self, offset:Array, nbytes:int, gate:Array) -> tuple[Array, int]:
-    """Divides an access to `nbytes` bytes into aligned chunks: returns (index of each thread's first chunk, bytes of a chunk)."""
+    """Divides an access of `nbytes` bytes into aligned chunks; returns (index of each thread's first chunk, bytes of a chunk)."""
     # A chunk is the whole access if the addresses of all threads where `gate` is true are multiples of `nbytes`. Otherwise a chunk has at most 4
     # bytes, and the addresses must be multiples of its size.
     at = np.broadcast_to(self.offset + offset, self.space.f.T)
@@ -227,7 +227,7 @@ class Pointer:
     for i in range(nbytes//chunk): self.space.store(at + i, chunk, raw[:, i], gate)
 
 class Registers:
-  """Register array. Each element is a numpy array of its own, which a store by all threads replaces."""
+  """Register array: a numpy array (threads,) for each element. A store by all threads replaces this array."""
   # `written` says for each element which threads have written it: True (all), False (none), or a mask
   def __init__(self, f:Threads, name:str, count:int, dtype:np.dtype[Any], lanes:int):
     self.f, self.name, self.blank = f, name, np.zeros(() if lanes == 1 else (lanes, 1), dtype)
@@ -246,7 +246,7 @@ class Registers:
     return index
 
   def _settled(self, i:int, product:Product, active:Array|None, does:str, still:str) -> None:
-    """Raises NotWaitedFor if an active thread accesses element i while the asynchronous matrix product `product` may still use it."""
+    """Raises NotWaitedFor if an active thread accesses element i before it has waited for `product`, an asynchronous product that uses it."""
     if not self.f.checks or not (bad := product.threads if active is None else product.threads & active).any(): return
     # `does` is what the thread does, such as "stores to"; `still` is what the product does: "reads" or "writes"
     raise self.f.error(NotWaitedFor, bad, lambda t: f"{does} {self.name}[{i}], which {self.f.operation(product.number)} still {still}: "
@@ -273,7 +273,7 @@ class Registers:
     return out
 
   def result(self, i:int, active:Array|None) -> Array:
-    """Returns element i in the active threads, including the results of matrix products that are not complete yet."""
+    """Returns element i in the active threads, where asynchronous matrix products count as complete."""
     if (product := self.coming.get(i)) is None: return self.load(np.asarray(i), active)
     # a product need not wait for earlier products that add to the same element
     return np.where(product.threads, product.results[i], self.values[i])
@@ -304,7 +304,7 @@ class RegisterPointer:
 
 @dataclass(frozen=True)
 class RegisterOperand(Operand):
-  """Element of a register array that a matrix product reads."""
+  """Element of a register array that an asynchronous matrix product reads."""
   array: Registers
   number: int
   def hold(self, product:Product) -> None: self.array.held[self.number] = product

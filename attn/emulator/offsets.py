@@ -32,7 +32,7 @@ def terms_of_offset(offset:UOp) -> Iterator[OffsetTerm]:
       for x in offset.src: yield from terms_of_offset(x)
 
 def may_be_negative(u:UOp, ranges:Ranges) -> list[OffsetTerm]:
-  """Returns the terms of a buffer instruction's offset that are not proven to be at least 0; none for other operations."""
+  """Returns those terms of a buffer instruction's offset that may be negative, and an empty list for other operations."""
   if not isinstance(u.arg, Call) or u.arg.name not in OPERANDS: return []
   terms = dict.fromkeys(terms_of_offset(u.src[OPERANDS[u.arg.name]]))
   return [x for x in terms if (ranges.of[x.number][1] > 0 if x.subtracted else ranges.of[x.number][0] < 0)]

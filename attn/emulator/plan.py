@@ -21,7 +21,7 @@ Array = NDArray[Any]
 Step = Callable[[Frame], "int|None"]   # returns the next program counter, or None for the following step
 
 class Plan(EmulatedProgram):
-  """Program for the emulator's interpreter, made from the UOps `uops` in the order of execution."""
+  """A program for the emulator, made from UOps in the order in which they are executed."""
   # `renderer` returns the renderer that turned these UOps into C or CUDA source: error messages find the line of an operation by it
   def __init__(self, uops:list[UOp], name:str, arch:str, renderer:Callable[[], Any]|None=None):
     self.name, self.arch, self.chip, self.renderer = name, arch, emulated_chip(arch), renderer
@@ -69,7 +69,7 @@ class Plan(EmulatedProgram):
     self.uops.append(u)
 
   def _value(self, u:UOp, fn:Callable[..., Any], *srcs:UOp) -> None:
-    """Adds a step to the plan that computes `u` by applying the function `fn` to the values of `srcs`."""
+    """Adds a step to the plan that computes the UOp `u` as `fn` of the values of the UOps `srcs`."""
     ins, out = [self._slot(s) for s in srcs], self._new(u)
     if len(ins) == 1:
       a, = ins
@@ -136,7 +136,7 @@ class Plan(EmulatedProgram):
     self._value(u, step, *u.src)
 
   def _index(self, at:Address, chunk:int) -> Callable[[Frame, Array|None], Array]:
-    """Returns a function that computes each thread's index for an access at the address `at`, counted in pieces of `chunk` bytes."""
+    """Returns a function that computes the index of each thread's access at the address `at`, counted in chunks of `chunk` bytes."""
     if not at.terms: return lambda f, active: np.asarray(0)
     if len(at.terms) == 1 and at.terms[0][1] == chunk:
       slot = at.terms[0][0]
@@ -148,7 +148,7 @@ class Plan(EmulatedProgram):
     return lambda f, active: f.aligned(f.offset(at), chunk, name, active)
 
   def _access(self, u:UOp) -> tuple[Address, int, int]:
-    """Returns (address, bytes of each thread, elements of each thread) of an access, given as a LOAD or STORE."""
+    """Returns (address, bytes that each thread accesses, elements that each thread accesses) of `u`, a LOAD or STORE."""
     target, at = u.src[0], self.addresses[u.src[0]]
     chunk = target.dtype.itemsize * target.max_numel()
     if at.buffer.addrspace is AddrSpace.LOCAL: self.units[at.buffer] = math.gcd(self.units.get(at.buffer, 0), chunk)
@@ -274,7 +274,7 @@ class Plan(EmulatedProgram):
   # ***** lifetimes *****
 
   def _lifetimes(self, uops:list[UOp]) -> tuple[list[list[int]], int]:
-    """Returns, for each step, the values that no later step needs, and the most bytes per thread that values occupy together."""
+    """Returns (for each step, the values that no later step needs; the most bytes per thread that all values take at one time)."""
     position = {u: i for i, u in enumerate(self.uops)}
     loop_of: list[tuple[int, int]] = sorted((self.loops[r], self.ends[r]) for r in self.loops)
     born: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""The program that the emulator runs. attn/emulator/plan.py makes it from the UOps of a lowered kernel."""
+"""The program that the emulator runs, as plan.py makes it from the UOps of a lowered kernel."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Callable
@@ -8,14 +8,14 @@ from attn.tinygrad_compat import DType, UOp
 
 @dataclass(frozen=True)
 class Address:
-  """Pointer in a program of the emulator: the address of an element of `buffer`, of the type `dtype`."""
+  """Address in a program of the emulator: of an element, of type `dtype`, of `buffer`."""
   buffer: UOp
   dtype: DType
   # the offset from the start of the buffer is the sum of `bytes` times the number in `slot` of `Frame.v`, over the pairs (slot, bytes)
   terms: tuple[tuple[int, int], ...] = ()
 
 class EmulatedProgram:
-  """Program as the emulator runs it: a list of functions, each of which runs one operation for all threads, with buffers and values."""
+  """A program of the emulator: a list of functions, each of which runs one operation for all threads, and the buffers that they use."""
   name: str
   arch: str
   chip: EmulatedChip
@@ -43,7 +43,7 @@ class EmulatedProgram:
   listing: Listing|None = None
 
   def place(self, u:UOp) -> Place:
-    """Returns the place that the operation `u` comes from: the line of Python that emitted it, and its line in the rendered source."""
+    """Returns where the operation `u` comes from: the line of Python that emitted it, and its line in the rendered source."""
     if self.renderer is None: return NOWHERE
     if self.listing is None: self.listing = Listing(self.linear, self.name, self.renderer())
     return self.listing.place(u)

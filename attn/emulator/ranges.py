@@ -1,5 +1,4 @@
-"""Range of every integer of a program, computed in exact arithmetic from its grid, loops, constants and clamps. The ranges prove that no integer of
-a kernel overflows."""
+"""Smallest and largest value of every integer of a program, computed exactly from grid, loops, constants and clamps."""
 from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
@@ -87,7 +86,7 @@ class Ranges:
     self.beyond = {u: exact for u, exact in self.beyond.items() if self.unguarded[u]}
 
   def _within(self, u:UOp, exact:Range) -> Range:
-    """Returns the range `exact` of the integer `u`, or its type's whole range if `exact` exceeds it; then records the overflow in `beyond`."""
+    """Returns `exact`, the range of the integer `u`, if its type can hold it. Otherwise records the overflow, and returns the type's whole range."""
     total = self._sum(u)
     # the terms of a sum may give a narrower range
     if len(total) > 1:
@@ -101,7 +100,7 @@ class Ranges:
     return exact if fits else (least, most)
 
   def _exact(self, u:UOp) -> Range|None:
-    """Returns the range that the integer `u` would have without overflow, or None if nothing is known."""
+    """Returns (smallest, largest) of the integer `u` if no overflow happened, or None if nothing is known."""
     known = [self.of.get(s) for s in u.src]
     if u.op in (Ops.SPECIAL, Ops.RANGE): return (0, max(known[0][1] - 1, 0)) if known[0] is not None else None
     if u.op is Ops.PARAM: return int(u.vmin), int(u.vmax)       # a Variable
@@ -118,7 +117,7 @@ class Ranges:
 
   # ***** sums, in which equal terms of opposite sign cancel *****
   def _sum(self, u:UOp) -> Sum:
-    """Returns the integer `u` as a sum {term: factor}, with the constant under None: 3*x - y + 5 gives {x: 3, y: -1, None: 5}."""
+    """Returns the integer `u` as a sum {term: factor}, with the constant under the key None: 3*x - y + 5 gives {x: 3, y: -1, None: 5}."""
     parts, found = [self.sums.get(s) for s in u.src], None
     if u.op is Ops.CAST and parts[0] is not None: found = parts[0]
     elif len(parts) == 2 and (x := parts[0]) is not None and (y := parts[1]) is not None:
@@ -140,7 +139,7 @@ class Ranges:
 
   # ***** choices *****
   def _chosen(self, u:UOp) -> Range|None:
-    """Returns the range of the integer `u`, which is one of two values, as a condition chooses."""
+    """Returns (smallest, largest) of the integer `u`, a WHERE: one of two values, chosen by a condition. None if nothing is known."""
     condition, *branches = u.src
     if any(b not in self.of for b in branches): return None
     # where x < y holds, x is below the largest y; where it doesn't, y is at most the largest x: so the ranges of x and y, or of casts of them, are
@@ -149,7 +148,7 @@ class Ranges:
     return (min(low for low, _ in possible), max(high for _, high in possible)) if possible else None
 
   def _known_by(self, condition:UOp) -> tuple[NumberBounds, NumberBounds]:
-    """Returns ({number: range}, {number: range}): what follows for numbers if a condition, such as x < y, is true, and if it is false."""
+    """Returns two dicts {number: range} that follow from a condition such as x < y: one if the condition is true, one if it is false."""
     if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
       x, y = condition.src
       (a, b), (c, d) = self.of[x], self.of[y]
@@ -159,7 +158,7 @@ class Ranges:
     return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
 
   def _taken(self, branch:UOp, bounds:NumberBounds) -> Range:
-    """Returns the range of `branch`, one of the two values of a WHERE, if the numbers in `bounds` ({number: range}) have these ranges."""
+    """Returns (smallest, largest) of `branch`, one of the two values of a WHERE, given the ranges {number: range} that hold there."""
     # `bounds` has the ranges of numbers there; elsewhere the value of `branch` does not matter
     if branch in bounds: return bounds[branch]
     if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]
@@ -169,13 +168,13 @@ class Ranges:
     return exact
 
 def gated(uops:list[UOp]) -> set[UOp]:
-  """Returns the addresses of accesses under a condition, as UOps: an overflow of such an address does no harm."""
+  """Returns the addresses that are accessed only under a condition. If such an address overflows, the access does not happen."""
   # Where the condition is false, the access does not happen. tinygrad uses 32-bit indices only up to 2^31 elements, so larger buffers are left out.
   places = {u.src[1] if u.op is Ops.IF else u.src[0] for u in uops if u.op is Ops.IF or (u.op is Ops.LOAD and len(u.src) == 3)}
   return {u for u in places if u.op in (Ops.INDEX, Ops.SHRINK) and u.src[0].max_numel() <= held_by(dtypes.int)[1] + 1}
 
 def both(x:NumberBounds, y:NumberBounds) -> NumberBounds:
-  """Returns the {number: range} that follow if both x and y hold: for numbers in both, the intersection of the two ranges."""
+  """Returns {number: range} where both `x` and `y` hold: a number in both dicts gets the intersection of its two ranges."""
   return x | y | {u: (max(x[u][0], y[u][0]), min(x[u][1], y[u][1])) for u in x if u in y}
 
 def plus(x:Sum, y:Sum, factor:int) -> Sum:

@@ -1,4 +1,4 @@
-"""Shadow memory of LDS, which records the waves that wrote and read each location, and finds faulty accesses. Begin with `LdsShadow`."""
+"""Shadow memory of LDS: it records which waves wrote and read each location, and finds faulty accesses. Begin with `LdsShadow`."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -11,20 +11,20 @@ Array = NDArray[Any]
 UNDER_WAY = 2**30   # tags of writes that have not arrived begin here, above the tags of all intervals
 
 class Spans:
-  """Record of the spans (ranges of locations) of a buffer that were accessed."""
+  """Which ranges of locations of a buffer were accessed, and when last."""
   # for each span: the last interval (time between two barriers) in which a wave accessed the span
   def __init__(self) -> None: self.last, self.latest = dict[Span, int](), 0
   def add(self, span:Span, interval:int) -> None: self.last[span] = self.latest = interval
   def clear(self) -> None: self.last, self.latest = {}, 0
   def meet(self, span:Span, since:int) -> bool:
-    """Tells whether `span` overlaps a span that was accessed since interval number `since`; a barrier ends an interval."""
+    """Returns whether any access since interval number `since` overlaps `span`, a range of locations. Intervals are the times between barriers."""
     low, high = span
     return self.latest >= since and any(n >= since and a < high and low < b for (a, b), n in self.last.items())
 
 PENDING = 64   # number of reads that are kept in a list before they are written to the planes
 
 class LdsShadow:
-  """Shadow of an LDS buffer: the waves that wrote and read each location since the last barrier."""
+  """Shadow of an LDS buffer: for each location, the wave that wrote it last, and when each wave read it last."""
   # A location is `unit` bytes, which is the narrowest access in the kernel. An interval is the time between two barriers. Intervals are counted per
   # wave: a barrier that only some waves reach ends the interval of those waves only. Accesses of two waves in intervals of the same number may
   # happen at the same time, even if the waves are at different points of the program. So an access is safe only if a barrier lies between it and the
@@ -60,7 +60,7 @@ class LdsShadow:
       self.pending.clear()
 
   def all_written(self, span:Span) -> bool:
-    """Tells whether every workgroup has written all locations of `span`, a range of locations."""
+    """Returns whether every workgroup has written all locations of `span`, a range (first, end) of locations."""
     if self.complete or span in self.full: return True
     # to save time, a span is looked at only once between two barriers: until the next one the answer stays False
     if self.looked.get(span) == self.f.since: return False
@@ -68,14 +68,14 @@ class LdsShadow:
     if (full := bool(self.writer.reshape(self.f.workgroups, -1)[:, span[0]:span[1]].all())): self.full.add(span)
     return full
   def coming(self, span:Span) -> bool:
-    """Tells whether an asynchronous copy that is not complete writes to a location of `span`, a range of locations."""
+    """Returns whether an asynchronous copy that is not complete writes to any location of `span`, a range (first, end) of locations."""
     return any(_overlap(x, span) for x in self.arriving)
   def kept(self, span:Span) -> bool:
-    """Tells whether an asynchronous matrix product that is not complete reads a location of `span`, a range of locations."""
+    """Returns whether an asynchronous matrix product that is not complete reads any location of `span`, a range (first, end) of locations."""
     return any(_overlap(x.span, span) for _, x in self.holding)
 
   def foreign(self, tag:Array) -> Array:
-    """Returns the mask of threads whose location was last written by another wave, with no barrier since."""
+    """Returns a mask of threads: true if `tag` says that another wave wrote the thread's location last, and that no barrier has followed."""
     # `tag` (threads,) says when and by which wave each thread's location was last written: interval * stride + wave
     f, late = self.f, tag >= self.f.tag_floor
     return late & (tag != f.tag) if f.settled else late & (tag % f.stride != f.wave_of)
@@ -83,14 +83,14 @@ class LdsShadow:
   # ***** operations that are under way *****
 
   def send(self, at:Array, by:Array, operation:int) -> None:
-    """Marks the locations `at` as the target of the asynchronous store number `operation`, which the threads `by` have started."""
+    """Records that an asynchronous store, number `operation`, will write to the locations `at`; the threads `by` have started it."""
     # until the store is complete, an access to these locations is an error, even by the wave that started the store
     self.writer[at] = (self.first + operation)*self.f.stride + self.f.wave_of[by]
   def arrive(self, at:Array, by:Array, span:Span) -> None:
     self.writer[at] = self.f.tag[by]
     self.written_at.add(span, self.f.last_interval)
   def held(self, at:Array) -> Array:
-    """Returns, for each location `at`, 1 plus the number of an asynchronous matrix product that still reads it, or 0 if none does."""
+    """Returns an int for each location `at`: 0, or 1 plus the number of an asynchronous matrix product that still reads the location."""
     # before the product is waited for, a write to such a location is an error
     held = np.zeros(self.total, np.int32)
     for product, x in self.holding:
@@ -107,7 +107,7 @@ class LdsShadow:
   # chunk as fast as a number. If an access may be faulty, the `on_` methods check each location separately.
 
   def clean_read(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Records each active thread's read of `per` locations from `at*per` on, and returns True. Returns False for a read that may be faulty."""
+    """Records a read by each active thread of `per` locations, from `at*per` on. Returns False, and records nothing, if the read may be faulty."""
     # `span` is the range of locations that all the threads read; a read that may be faulty is not recorded
     meets = self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.all_written(span):
@@ -118,7 +118,7 @@ class LdsShadow:
     return True
 
   def clean_write(self, at:Array, per:int, active:Array|None, span:Span) -> bool:
-    """Records each active thread's write to `per` locations from `at*per` on, and returns True. Returns False for a write that may be faulty."""
+    """Records a write by each active thread to `per` locations, from `at*per` on. Returns False if the write may be faulty."""
     # `span` is the range of locations that all the threads write. A write that may be faulty is not recorded, except one in which two waves write the
     # same location: recording it is what shows the fault.
     f, writer = self.f, chunks(self.writer, per)
@@ -138,14 +138,14 @@ class LdsShadow:
     return self.waves == 1 or bool((writer.take(to).view(np.int32).reshape(-1, per) == tags[:, None]).all())
 
   def _settled(self, tag:Array) -> bool:
-    """Tells whether each thread's locations were last written before the last barrier, or by the thread's own wave."""
+    """Returns whether every thread's locations were last written before the last barrier, or by a thread of the same wave."""
     # `tag` (threads, locations) says when and by which wave each location was written
     f, floor = self.f, np.broadcast_to(self.f.tag_floor, self.f.T)[:, None]
     if not (late := tag >= floor).any(): return True
     return not (late & (tag % f.stride != f.wave_of[:, None])).any()
 
   def on_read(self, at:Array, active:Array|None, span:Span) -> Finding|None:
-    """Records each active thread's read of the location `at` (threads,). Returns a Finding if the read is faulty."""
+    """Records a read by each active thread of the location `at`. Returns a Finding if the read is faulty, otherwise None."""
     f, meets = self.f, self.waves > 1 and self.written_at.meet(span, self.f.since)
     if (coming := self.coming(span)) or meets or not self.complete:
       tag = self.writer[at]
@@ -156,20 +156,20 @@ class LdsShadow:
     return None
 
   def note_read(self, at:Array, per:int, active:Array|None, span:Span) -> None:
-    """Records each active thread's read of `per` locations from `at*per` on, without any check."""
+    """Records a read by each active thread of `per` locations, from `at*per` on, without a check."""
     if self.reader is None: return
     self.read_at.add(span, self.f.last_interval)
     self.pending.append((at, per, active, self.f.interval_of, self.f.last_interval))
     if len(self.pending) >= PENDING: self._settle_reads()
 
   def readers(self, span:Span) -> Array|None:
-    """Returns an array with the interval (time between barriers) of each wave's last read of each location, or None if `span` was not read."""
+    """Returns, for each wave and location, the interval (time between barriers) of the wave's last read; None if no read of `span` is recent."""
     if self.reader is None or not self.read_at.meet(span, self.f.since): return None
     self._settle_reads()
     return self.reader
 
   def _settle_reads(self) -> None:
-    """Enters the reads that are only listed so far into the array that holds when each wave last read each location."""
+    """Updates `reader`, the array with the time of each wave's last read of each location, by the reads listed in `pending`."""
     assert self.reader is not None
     for at, per, active, interval, last in self.pending:
       # reads from before the last barrier are left out
@@ -200,7 +200,7 @@ class LdsShadow:
 
 @dataclass
 class LdsOperand(Operand):
-  """Locations of LDS that a matrix product reads: each active thread's `per` locations from `at*per` on."""
+  """Locations of LDS that an asynchronous matrix product reads: for each active thread, `per` locations from `at*per` on."""
   shadow: LdsShadow
   at: Array
   per: int
@@ -209,12 +209,12 @@ class LdsOperand(Operand):
   def hold(self, product:Product) -> None: self.shadow.holding.append((product, self))
   def release(self, product:Product) -> None: self.shadow.holding = [x for x in self.shadow.holding if x[0] is not product]
   def read_until_now(self, threads:Array) -> None:
-    """Records that the matrix product was reading these locations up to this moment, at which `threads` have waited for its end."""
+    """Records that the matrix product has read these locations until now, when `threads` have waited for the end of the product."""
     # without a barrier after that, a write to these locations by another wave is an error
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 
 def chunks(x:Array, per:int) -> Array:
-  """Returns a view of an array of int32 whose elements are chunks of `per` numbers each."""
+  """Returns an int32 array viewed as elements of `per` numbers, which numpy copies as a whole."""
   # the dtype only serves to copy whole chunks
   return x.view({1: np.int32, 2: np.uint64, 4: np.complex128}[per])
 def _repeated(x:Array, per:int) -> Array: return chunks(np.repeat(x.astype(np.int32, copy=False), per), per)

@@ -1,4 +1,4 @@
-"""Threads of a run: their numbers, which of them are active, the barriers that they have passed, and errors that name one of them."""
+"""Threads of a run: their indices, which of them are active, the barriers that they have passed, and errors that name a thread."""
 from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,21 +18,21 @@ Array = NDArray[Any]
 
 @dataclass(eq=False)
 class Product:
-  """Asynchronous matrix product (wgmma) that warpgroups have started, with its results, which appear when threads wait for it."""
+  """Asynchronous matrix product (wgmma) that has been started: its results, and the threads that have not waited for it."""
   number: int
   results: dict[int, Array]      # element of the accumulators -> its value when the product is done
   threads: Array                 # mask of the threads that have started the product and not waited for it
 
 class Operand:
-  """Operand of an asynchronous matrix product: locations of LDS, or an element of a register array."""
+  """Operand of an asynchronous matrix product: either locations of LDS, or an element of a register array."""
   def hold(self, product:Product) -> None: raise NotImplementedError
   def release(self, product:Product) -> None: raise NotImplementedError
   # the product may read the operand at any time from its start until the threads have waited for it
   def read_until_now(self, threads:Array) -> None:
-    """Records that the matrix product was reading the operand up to this moment, at which `threads` have waited for its end."""
+    """Records that the matrix product has read this operand until now, when `threads` have waited for the end of the product."""
 
 class Threads:
-  """The threads of a range of workgroups, which run together: their indices, the mask of active threads, and the barriers that they have passed."""
+  """The threads of workgroups that run together: their indices, which of them are active, and the barriers that they have passed."""
   def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], checks:bool=True,
                banks:BankCounter|None=None):
     self.plan, self.first, self.workgroups, self.grid, self.local, self.checks, self.banks = plan, first, workgroups, grid, local, checks, banks
@@ -57,16 +57,16 @@ class Threads:
     self.operands: list[Operand]|None = None        # while a product reads its operands, the list that collects them
 
   def start(self) -> int:
-    """Records that the running step starts an asynchronous operation, and returns the operation's index."""
+    """Records that the running operation starts an asynchronous one, and returns the number of the asynchronous operation."""
     self.started.append(self.pc)
     return len(self.started) - 1
 
   def full(self, x:Any) -> Array:
-    """Broadcasts a value to all threads: the last axis of the result is as long as the number of threads."""
+    """Broadcasts `x` to all threads, so that its last axis has one element for each thread."""
     return x if isinstance(x, np.ndarray) and x.shape[-1:] == (self.T,) else np.broadcast_to(x, np.shape(x)[:-1] + (self.T,))
 
   def error(self, kind:type[EmulatorError], bad:Array, text:Callable[[int], str]) -> EmulatorError:
-    """Returns an error of class `kind` that names the first of the `bad` threads; `text` returns the message for a thread's index."""
+    """Returns an error of class `kind` that names the first thread of the mask `bad`; text(thread) returns the message."""
     t = int(np.flatnonzero(np.broadcast_to(bad, self.T))[0])
     local, u = t % self.width, self.plan.uops[self.pc]
     where = self.workgroup(self.first + t//self.width)
@@ -106,7 +106,7 @@ class Threads:
     self.note_intervals()
 
   def note_intervals(self) -> None:
-    """Recomputes what follows from `interval` and `seen`, which say between which barriers each wave is."""
+    """Recomputes the fields that are derived from `interval` and `seen`, which say which barriers each wave has passed."""
     # An interval is the time of a wave between two barriers or arrivals at an mbarrier; later intervals have larger numbers. `interval` has the
     # number of each wave's current interval. `seen` has one number n for each wave: the wave has waited for everything that the other waves of its
     # workgroup did in intervals before n.

@@ -1,4 +1,4 @@
-"""Asynchronous operations that a run has started and not waited for: copies to LDS, and matrix products of a warpgroup."""
+"""Asynchronous operations that threads have started and not yet waited for: copies to LDS, and matrix products of warpgroups."""
 from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ Array = NDArray[Any]
 
 @dataclass
 class Copy:
-  """Asynchronous store to LDS that threads have started, with the number of the group in which each thread waits for it."""
+  """Asynchronous copy to LDS that threads have started, and for each thread the group of copies to which it belongs."""
   shadow: LdsShadow
   at: Array        # locations: (locations of a thread, threads)
   by: Array        # threads
@@ -26,12 +26,12 @@ class Copy:
   span: Span
 
   def split(self, arrived:Array) -> tuple[Copy, Copy]:
-    """Returns two copies: of the threads where `arrived` is true, and of all other threads."""
+    """Divides this copy in two: (the copies of threads where `arrived` is true, the copies of the other threads)."""
     return tuple(Copy(self.shadow, self.at[:, x], self.by[x], self.group[x], self.span) for x in (arrived, ~arrived))   # type: ignore[return-value]
 
 @dataclass(eq=False)
 class Running:
-  """Asynchronous matrix product (wgmma) that some threads have not waited for, with its accumulators and operands."""
+  """Asynchronous matrix product (wgmma) for which some threads have not yet waited, with its accumulators and operands."""
   product: Product
   accumulators: Registers
   operands: list[Operand]
@@ -53,7 +53,7 @@ class UnderWay:
   def commit(self) -> None: self.group = self.group + self.f.active
 
   def wait_copies(self, but:int) -> None:
-    """Makes the active threads wait for their groups of copies, except the last `but` groups."""
+    """Makes the active threads wait for their asynchronous copies, except those in each thread's last `but` groups."""
     left, active = [], self.f.active
     for copy in self.copies:
       arrived = active[copy.by] & (copy.group < self.group[copy.by] - but)
@@ -75,7 +75,7 @@ class UnderWay:
     for x in operands: x.hold(product)
 
   def wait_products(self, but:int) -> None:
-    """Makes the active threads wait for the products that they have started, except the last `but` products of each thread."""
+    """Makes the active threads wait for the asynchronous products that they have started, except each thread's last `but` products."""
     left, active, later = [], self.f.active, np.zeros(self.f.T, np.int32)     # later: number of products that a thread has started since
     waited:list[Array] = []
     for running in reversed(self.products):
@@ -94,7 +94,7 @@ class UnderWay:
     for x in running.operands: x.read_until_now(done)
 
   def _release(self, running:Running) -> None:
-    """Removes a matrix product from the records of its accumulators and operands, after all its threads have waited for it."""
+    """Frees the accumulators and operands of a matrix product, after all its threads have waited for it."""
     for i in running.product.results:
       if running.accumulators.coming.get(i) is running.product: del running.accumulators.coming[i]
     for x in running.operands: x.release(running.product)

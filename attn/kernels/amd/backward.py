@@ -42,7 +42,7 @@ from attn.tinygrad_compat import AxisType, Ops, UOp, dtypes
 
 @dataclass(frozen=True)
 class TripStores:
-  """The stores to registers, LDS or memory that one iteration of a loop over tiles has made so far."""
+  """The stores (to registers, LDS or memory) that one iteration of a loop has made so far."""
   # all of them are done when the iteration ends, and, if the workgroup adds to dQ, before the product for dQ
   found: tuple[UOp, ...] = ()
   # an iteration begins without stores
@@ -50,7 +50,7 @@ class TripStores:
 
 @dataclass(frozen=True)
 class KeysState(TripState):
-  """The values that a loop over keys carries from iteration to iteration: tiles of K and V in LDS, and the sums of the gradient."""
+  """The values that the loop over keys carries from iteration to iteration: tiles of K and V in LDS, and sums of a gradient."""
   k: StagedTile
   v: StagedTile
   acc: UOp   # sums of the gradient, as C fragments
@@ -58,7 +58,7 @@ class KeysState(TripState):
 
 @dataclass(frozen=True)
 class QueriesState(TripState):
-  """The values that a loop over queries carries from iteration to iteration: tiles of Q and dO in LDS, lse, delta, and sums of gradients."""
+  """The values that the loop over queries carries from iteration to iteration: tiles of Q and dO, lse and delta in LDS, and sums of gradients."""
   q: StagedTile
   do: StagedTile
   query_values: QueryValues   # lse and delta of the tile's queries
@@ -67,12 +67,12 @@ class QueriesState(TripState):
 
 @dataclass(frozen=True)
 class AllState(QueriesState):
-  """The values that a loop over queries carries from iteration to iteration, in a kernel that adds to dQ: those of the base class, and dS in LDS."""
+  """The values that the loop over queries carries in a kernel that adds to dQ: those of the base class, and dS in LDS."""
   ds: LdsTile   # through this tile waves exchange dS
 
 @dataclass(frozen=True)
 class AmdBackward:
-  """A backward kernel for one problem, as one thread sees it, with a method for each operation of the algorithm."""
+  """Builder of a backward kernel on AMD for one problem: its methods return the UOps of the kernel's steps, as one thread runs them."""
   # if the kernel loops over the tiles twice (two passes), there is one object for each pass; no field changes during the loop over the tiles of one
   # head
   tile: BackwardTile
@@ -138,13 +138,13 @@ class AmdBackward:
   @property
   def products(self) -> Products: return Products(self.at, self.tile.fenced, self.statements, self.tile.read_ahead, self.tile.ahead > 0)
   def accumulators(self, name:str) -> range:
-    """Returns the range of indices, among the accumulators of this pass over the tiles, of the gradient `name` ("dq", "dk" or "dv")."""
+    """Returns which accumulators of this pass belong to the gradient `name` ("dq", "dk" or "dv"), as a range of indices."""
     names = self.wanted[:self.wanted.index(name) + 1]
     *before, own = [round_up(self.group.rows_of(x).width, self.tile.matrix.M)//self.tile.matrix.M for x in names]
     return range(sum(before), sum(before) + own)
   @functools.cached_property
   def delta(self) -> UOp:
-    """Returns delta = rowsum(dO * O) - dLSE of the lane's query, summed over the lanes that share the query."""
+    """Returns delta of this lane's query: the sum of dO * O over all columns, minus the gradient of the query's lse, if there is one."""
     # dO is first rounded to the inputs' dtype, because the product dP = dO V^T uses rounded dO
     kept, of_do = [x.kept.buffer for x in self.own if x.lds is not None], self.own[1]
     def fence(total:UOp) -> list[UOp]: return [self.statements.do(amd.sched_barrier(total), *kept)] if self.tile.fenced else []
@@ -176,13 +176,13 @@ class AmdBackward:
   @functools.cached_property
   def turns(self) -> Turns|None: return Turns.of(self.group, self.at.wave, self.at.lane)
   def turn_ended(self, turns:Turns, t:UOp, done:UOp, last:bool=False) -> UOp:
-    """Returns a statement, after the operation `done`, by which this wave lets the next workgroup add to dQ of tile t."""
+    """Returns a statement, after the operation `done`, that ends this wave's turn to add to dQ, if tile t is the last tile of the turn."""
     # It waits until this wave's additions to dQ in memory are complete, then adds 1 to the counter for which the next workgroup waits. A turn ends
     # with its last tile, or with the workgroup's last tile (`last`).
     return self.statements.do(turns.end(self.head, t, self.statements.begin(atomics.settle(done)).done, last))
 
   def trip(self, work:Callable[[Any, AmdTrip], Any]) -> Callable[[Any, UOp, bool], UOp]:
-    """Returns the body of the loop over tiles, a function (state, tile, masked) that calls `work(state, steps of this tile)`."""
+    """Returns the loop's body, a function of (state, tile, masked) that calls `work(state, AmdTrip of the tile)` and returns its last operation."""
     # `masked`: whether a mask may hide scores of the tile; the stores with which the iteration ends are the body's last operation
     return lambda s, t, masked: UOp.group(*work(s, AmdTrip(self, t, masked)).stores.found)
 
@@ -205,7 +205,7 @@ class AmdBackward:
 
 @dataclass(frozen=True)
 class AmdTrip:
-  """The steps of one iteration of a backward kernel, on tile `t` of the queries or keys over which it loops."""
+  """The steps of a backward kernel in one iteration: on tile `t` of the rows (queries or keys) over which the kernel loops."""
   of: AmdBackward
   t: UOp
   masked: bool
@@ -219,13 +219,13 @@ class AmdTrip:
   def lds(self, s:Any, name:str) -> Any: return self.of.trips.in_lds(s, self.t, name)
 
   def query_values(self, s:Any) -> tuple[list[Normaliser], list[UOp]]:
-    """Returns two lists with an entry for each C fragment: the lse of its queries, prepared for exp2, and -delta."""
+    """Loads lse and -delta for this lane's C fragments; returns (list of `Normaliser`, list of -delta), one entry for each fragment."""
     if self.of.known is None: return self.lds(s, "query_values").load(self.of.at)
     (normaliser, delta), n = self.of.known, self.of.tile.matrix.accumulator
     return [normaliser.each(lambda x: ops.splat(x, n))]*self.count, [ops.splat(scaled_delta(delta, self.of.group.p), n)]*self.count
 
   def product(self, s:Any, which:int, start:list[UOp]) -> list[UOp]:
-    """Returns `start` + A B as C fragments: S if `which` is 0, dP if 1."""
+    """Returns `start` + A B as C fragments, where A B is S (`which` 0) or dP (1)."""
     # A is the rows of this iteration's tile, and B the rows that the workgroup owns
     number = self.t if self.of.outer_trip is None else self.of.outer_trip      # for each number, own rows outside of registers are read again
     return self.of.products.with_rows(self.lds(s, self.of.walked[which]).row_tile, self.count, self.of.own[which], number, [start])[0]
@@ -262,14 +262,14 @@ class AmdTrip:
     return replace(s, stores=TripStores((*s.stores.found, *self.sharing.store(s.ds, self.zero_for_missing_keys(ds)))))
 
   def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
-    """Returns dS of the lane's key, or 0 if this key lies beyond the last key."""
+    """Returns `ds`, dS of the key that this lane owns, or zeros if the key lies beyond the last key."""
     # For a missing key P = exp(0 - lse) can be inf, and dS too, which would enter dQ, a sum over the keys.
     there = below(self.of.row.index, self.of.group.sequence.n_k)
     if there.op is Ops.CONST and there.arg: return ds
     return [ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))]) for x in ds]
 
   def interleaved(self, mat:Matrix, products:int, *found:UOp) -> Statements:
-    """Returns the kernel's statements so far and one more, which makes clang alternate matrix instructions with reads of their operands from LDS."""
+    """Returns the statements of the kernel, with a new one that makes clang alternate matrix instructions with LDS reads of their operands."""
     # `products` matrix instructions `mat` since the last barrier, whose results are `found`; only if the tile description asks for it
     tile, statements = self.of.tile, self.of.statements
     if not tile.ahead: return statements
@@ -292,7 +292,7 @@ class AmdTrip:
 
 @dataclass(frozen=True)
 class DqOfTile:
-  """Where one wave finds the operands of its part of dQ = dS K for a tile of queries, in a kernel whose workgroups own keys."""
+  """One wave's part of dQ = dS K for a tile of queries, where the workgroup owns keys: which matrix tiles, and the operands."""
   # The sum goes over all keys of the workgroup. The wave computes some matrix tiles of dQ, which lie one below the other in the same columns, and
   # keeps these columns of K in registers.
   at: Lane
@@ -328,7 +328,7 @@ class DqOfTile:
     return stores
 
   def product(self, lds:LdsTile, tile:BackwardTile, statements:Statements) -> list[UOp]:
-    """Returns this wave's part of dQ = dS K for the queries whose dS is in `lds`, as one C fragment for each matrix tile."""
+    """Returns this wave's part of dQ = dS K for the queries whose dS lies in `lds`: one C fragment for each matrix tile."""
     mat, found = self.here.matrix, list[UOp]()
     for row in self.rows:
       acc = zeros(mat, 1, 1)[0][0]
@@ -340,14 +340,14 @@ class DqOfTile:
     return found
 
   def added(self, group:Workgroup, head:UOp, first:UOp, found:list[UOp], *waited:UOp) -> list[UOp]:
-    """Returns statements that add this wave's C fragments of dQ, `found`, to the fp32 sums of dQ in global memory."""
+    """Returns statements that add `found`, this wave's C fragments of dQ, to the fp32 sums of dQ in global memory."""
     # after the operations `waited`; `first` is the first query of the tile, and `head` its query head
     mat, sums = self.here.matrix, flat(group.given["dq_sums"])
     return [atomic_add(sums[place_of_tile(group, mat, head, first + row*mat.M, self.column) + self.at.lane], x,
                        *waited, steps=tuple(i*mat.wave for i in range(mat.accumulator))) for row, x in zip(self.rows, found)]
 
 def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements, in_lds:tuple[bool, bool]) -> tuple[OwnRows, OwnRows]:
-  """Returns this lane's rows of two tensors: of q and dO in a kernel whose workgroups own queries, otherwise of k and v."""
+  """Returns (rows of q, rows of dO) if the workgroup owns queries, or (rows of k, rows of v) if it owns keys, as operands B."""
   # `in_lds` says for each of the two tensors whether the rows stay in LDS; otherwise they stay in registers. If registers are short, the rows are
   # loaded a few units at a time, and `statements` orders these loads.
   own = OF_KEYS if tile.keys else OF_QUERIES
@@ -356,7 +356,7 @@ def own_rows(group:Workgroup, tile:BackwardTile, at:Lane, statements:Statements,
   return first, second
 
 def transposed_tiles(new:Allocator, tile:BackwardTile, *layouts:SharedLayout) -> list[LdsTile]|list[None]:
-  """Allocates LDS for one transposed tile of each layout; returns [None, ...] if loads transpose instead."""
+  """Returns one LDS tile for each layout in `layouts`, for a transposed tile, or [None, ...] if load instructions transpose instead."""
   if tile.turning: return [None]*len(layouts)
   # with two passes these tiles share one piece of LDS, because each pass uses only one of them
   if tile.passes == 1: return [LdsTile.of(new, x, tile.buffers) for x in layouts]

@@ -1,5 +1,4 @@
-"""The gradient of a bias, with AMD's matrix instructions: the block of the bias that a workgroup owns, the loop over all scores to which this block
-is added, and the stores of the sums."""
+"""The gradient of a bias on AMD's matrix units: the block of the bias that a workgroup owns, the loop over its scores, the stores of the sums."""
 from __future__ import annotations
 import functools
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 # alone. Otherwise it has all keys that the queries see.
 
 def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward:
-  """Returns a copy of the kernel `of` whose own queries are those of `group`, for one iteration of the loop over blocks of queries."""
+  """Returns a copy of `of` that owns the queries of `group`, those of one iteration of the loop over blocks of queries."""
   # `number` is the iteration's index if every iteration reads the same tile of keys, and None otherwise. P is 0 for queries beyond the last query,
   # because dS may be summed over queries. Rows of q and dO that other kernels keep in LDS are loaded from global memory for each tile.
   own = own_rows(group, of.tile, of.at, of.statements, (False, False))
@@ -38,7 +37,7 @@ def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward
 
 @dataclass(frozen=True)
 class AmdBias:
-  """The kernel for the gradient of a bias on AMD's matrix units, as one thread sees it, with the steps of `BiasUnit`."""
+  """Builder of the kernel for the gradient of a bias on AMD: its methods return the UOps of the steps of `BiasUnit`, for one thread."""
   of: AmdBackward      # the queries of the first iteration
   bias: BiasPart
 
@@ -83,12 +82,12 @@ class AmdBias:
 
   # ***** the stores *****
   def stores_of_row(self, of:AmdBackward, column:UOp, values:UOp, there:UOp) -> list[UOp]:
-    """Returns the stores of `values` to the bias's gradient, from column `column` on, in the row of the lane's query."""
+    """Returns the stores of `values` to the gradient of the bias: in the row of this lane's query, from column `column` on."""
     # the only row if all queries share one row of the bias; where `there` is false, nothing is stored
     return self.bias.stores(of.group, of.row, column, values, there)
 
   def stores(self, of:AmdBackward, t:UOp, ds:list[UOp]) -> list[UOp]:
-    """Returns the stores of dS (`ds`, C fragments) to the bias's gradient, for this lane's query and the keys of tile t."""
+    """Returns the stores of dS, C fragments, to the gradient of the bias, for this lane's query and the keys of tile t."""
     # one store writes the elements of several neighbouring keys
     n = of.tile.matrix.block
     return [x for values, keys in zip(ds, of.group.scores.walked) for i in range(0, len(keys), n)
@@ -111,7 +110,7 @@ class AmdBias:
     return self.stores_of_row(of, UOp.const(0), ds[0], of.row.there & of.at.h.eq(0))
 
   def sums_of_rows(self, ds:list[UOp]) -> list[UOp]:
-    """Adds up `ds` over all queries of the workgroup, through LDS, and returns the stores of the sums to the bias's gradient."""
+    """Adds up `ds` over all queries that the workgroup owns, through LDS, and returns the stores of the sums to the gradient of the bias."""
     # Each thread adds vectors of four numbers. The four numbers belong to four keys, or to four queries if `ds` is already summed over keys.
     of, tile, mat, new = self.of, self.of.tile, self.of.tile.matrix, self.of.new
     row, there = of.own[0].in_block[0], of.at.h.eq(0)

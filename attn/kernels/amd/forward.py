@@ -32,14 +32,14 @@ APART_UP_TO = 64     # largest head dimension at which vector instructions limit
 
 @dataclass(frozen=True)
 class ForwardState(TripState):
-  """The values that the loop over keys carries from iteration to iteration: the softmax's registers, and tiles of K and V in LDS."""
+  """The values that the loop over keys carries from iteration to iteration: registers of the softmax, and tiles of K and V in LDS."""
   softmax: Softmax
   k: StagedTile
   v: StagedTile
 
 @dataclass(frozen=True)
 class AmdForward:
-  """The forward kernel for one problem, as one thread sees it, with a method for each operation of `online_softmax`."""
+  """Builder of the forward kernel on AMD for one problem: its methods return the UOps of the steps of `online_softmax`, for one thread."""
   # no field changes during the loop over tiles of keys
   tile: Tile
   new: Allocator
@@ -77,13 +77,13 @@ class AmdForward:
   def d_tiles(self) -> int: return round_up(self.group.p.Dv, self.mat.M)//self.mat.M
   @functools.cached_property
   def in_block(self) -> list[UOp]:
-    """The queries whose scores this lane holds, one for each matrix tile of queries, as indices in the workgroup's block."""
+    """Indices, among the queries that the workgroup owns, of the queries whose scores this lane holds: one for each matrix tile of queries."""
     return [(self.at.wave*self.tile.q_tiles + t)*self.mat.N + self.at.n for t in range(self.tile.q_tiles)]
   @functools.cached_property
   def queries(self) -> list[Row]: return [self.group.row(i) for i in self.in_block]
   @functools.cached_property
   def q(self) -> OwnRows:
-    """The rows of Q that this lane holds: operand B of S^T = K Q^T."""
+    """The rows of Q whose scores this lane holds, as operand B of S^T = K Q^T."""
     group, units = self.group, units_of(self.mat, contraction(self.mat, self.group.p.D), self.at.h)
     lds = self.q_lds if self.tile.q_in_lds else None
     return OwnRows(self.at, group.rows_of("q"), group.first_row, self.tile.block_m, self.in_block, units, lds)
@@ -132,14 +132,14 @@ class AmdForward:
 
   # ***** parts of the steps *****
   def raw_scores(self, s:ForwardState, t:UOp, masked:bool=False) -> list[list[UOp]]:
-    """Returns S^T = K Q^T of tile t, without score terms and masks: C fragments for each matrix tile of queries."""
+    """Returns S^T = K Q^T of tile t before score terms and masks: for each matrix tile of queries a list of C fragments."""
     k_tile = self.trips.in_lds(s, t, "k").row_tile
     # iterations that compute mask_mod lack registers to read ahead
     products = replace(self.products, fenced=FENCE_UNITS) if masked and scattered(self.group.p) else self.products
     return products.with_rows(k_tile, self.k_tiles, self.q, t, zeros(self.mat, self.tile.q_tiles, self.k_tiles))
 
   def weighed(self, softmax:Softmax, scores:list[list[UOp]], scales:list[UOp]|None=None) -> Softmax:
-    """Computes P = exp2(scores - m) of a tile of keys and adds its sums to l; returns the softmax's state with P."""
+    """Computes P = exp2(scores - m) of a tile of keys, adds the sums of P to l, and returns the state of the softmax with P."""
     # m is the number that the softmax subtracts from the scores of a row. `softmax` is the state before, and `scores` has a list of C fragments for
     # each of the wave's matrix tiles of queries. If P of a row becomes too large, m is raised and P computed again. If the rows of V have `scales`, P
     # is multiplied by them.

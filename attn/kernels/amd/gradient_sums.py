@@ -1,5 +1,4 @@
-"""The fp32 accumulator of dQ in memory, on AMD, and two small kernels: one computes delta and sets the accumulator to 0, the other turns the
-accumulator into dq."""
+"""AMD's fp32 sums of dQ in memory, and two kernels: one computes delta and sets these sums to 0, the other turns them into dq."""
 from __future__ import annotations
 from collections.abc import Callable
 from attn.chips import Chip
@@ -24,12 +23,12 @@ from attn.tinygrad_compat import UOp
 NUMBERS_OF_PIECE = 4      # neighbouring elements of a row of dQ that a thread reads or writes
 
 def place_of_tile(group:Workgroup, mat:Matrix, head:UOp, first_query:UOp, column:Int) -> UOp:
-  """Returns the index, in the fp32 accumulator of dQ, of the first element of a matrix tile of query head `head`."""
+  """Returns the index of the first element of a matrix tile of query head `head` in dq_sums, the fp32 sums of dQ in memory."""
   # `first_query`, the tile's first query, is a multiple of mat.M; `column` is the index of the tile in its row of tiles
   return (group.first_sums(head)*QUERIES_OF_SUMS + first_query)*group.p.D + column*(mat.M*mat.N)
 
 def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, together:list[list[UOp]], fence:Callable[[UOp], list[UOp]]) -> UOp:
-  """Returns delta = rowsum(dO * O) - dLSE of the query `row`, summed over the lanes that share the query."""
+  """Returns delta of the query `row`: the sum of dO * O over all columns, minus the gradient of the query's lse, if there is one."""
   # `in_block` is the query's index in the workgroup's block. `together` lists the lane's 16-byte units of dO in groups; the units of a group are
   # loaded at the same time. `fence` takes the sum over the groups so far, and returns the operations that must be done before the next group is
   # loaded.
@@ -45,7 +44,7 @@ def delta_of_row(group:Workgroup, tile:BackwardTile, in_block:UOp, row:Row, toge
   return ops.sub(total, group.query_value("dlse", row)) if "dlse" in group.given else total
 
 def of_queries(p:Problem, arch:Chip, shapes:Shapes, args:tuple[UOp, ...]) -> tuple[Workgroup, BackwardTile, Lane]:
-  """Returns the workgroup, its tile description, and the thread's position in a matrix tile, for kernels whose workgroups own queries."""
+  """Returns (workgroup, its tile description, this thread's position in a matrix tile) for kernels whose workgroups own queries."""
   # the kernels that compute delta and finish dQ; `shapes` has the names, shapes and dtypes of the tensors `args`, in the same order
   mat = arch.matrix[p.dtype][0]
   tile = BackwardTile(QUERIES_OF_SUMS//mat.N, mat.least_keys, matrix=mat)
@@ -54,13 +53,13 @@ def of_queries(p:Problem, arch:Chip, shapes:Shapes, args:tuple[UOp, ...]) -> tup
   return Workgroup.of(p, arch, tile, args, grid, at, shapes), tile, at
 
 def pieces(group:Workgroup, tile:BackwardTile) -> list[tuple[UOp, UOp]]:
-  """Returns (row, first column) of each group of four neighbouring elements of dQ that this thread handles."""
+  """Returns (row, first column) of each four neighbouring elements of dQ that this thread loads or stores."""
   across = group.p.D//NUMBERS_OF_PIECE
   numbers = [group.thread + i*tile.threads for i in range(QUERIES_OF_SUMS*across//tile.threads)]
   return [(i//across, i%across*NUMBERS_OF_PIECE) for i in numbers]
 
 def sums_at(group:Workgroup, mat:Matrix, row:UOp, column:UOp) -> UOp:
-  """Returns four neighbouring elements of a row in the fp32 accumulator of dQ, as a UOp to load from or store to."""
+  """Returns four neighbouring elements of row `row`, from column `column` on, in dq_sums (fp32 sums of dQ), to load from or store to."""
   # `row` is counted from the workgroup's first query
   tile = place_of_tile(group, mat, group.first_head, group.first_row + row//mat.M*mat.M, column//mat.N)
   in_lane = mat.column_of(row%mat.M)
@@ -68,7 +67,7 @@ def sums_at(group:Workgroup, mat:Matrix, row:UOp, column:UOp) -> UOp:
   return flat(group.given["dq_sums"]).bitcast(ops.f32(NUMBERS_OF_PIECE))[(tile + element*mat.wave + h*mat.N + column%mat.N)//NUMBERS_OF_PIECE]
 
 def amd_delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp]:
-  """Returns the kernel that computes delta and sets the fp32 accumulator of dQ to 0."""
+  """Returns the kernel that computes delta and sets dq_sums, the fp32 sums of dQ in memory, to 0."""
   # it takes the tensors of `tensors.delta_arguments(p, dlse)`, in this order; `dlse`: whether lse has a gradient
   def kernel(*args:UOp) -> UOp:
     group, tile, at = of_queries(p, arch, delta_arguments(p, dlse), args)
@@ -83,7 +82,7 @@ def amd_delta_kernel(p:Problem, arch:Chip, dlse:bool=False) -> Callable[..., UOp
   return kernel
 
 def amd_finish_kernel(p:Problem, arch:Chip) -> Callable[..., UOp]:
-  """Returns the kernel that turns the fp32 accumulator of dQ into dq: multiplies it by softmax_scale and rounds it."""
+  """Returns the kernel that turns dq_sums, the fp32 sums of dQ in memory, into dq: multiplies by softmax_scale and rounds."""
   # it takes the tensors of `tensors.finish_arguments(p)`, in this order
   def kernel(*args:UOp) -> UOp:
     group, tile, _ = of_queries(p, arch, finish_arguments(p), args)

@@ -40,14 +40,14 @@ from attn.tinygrad_compat import UOp
 # columns are added. P is multiplied by this scale before P is rounded.
 
 def latent_rows(group:Workgroup, mat:Matrix) -> LatentRows:
-  """Returns the rows of K that a workgroup reads, from a latent cache whose elements have 8 bits."""
+  """Returns the rows of K that a workgroup reads from a latent cache with 8-bit elements."""
   p = group.p
   rotary = group.rows_of("k_rotary") if p.k_rotary_view is not None else None
   return LatentRows(group.rows_of("k", unit_bytes=mat.unit), rotary, functools.partial(widen_all, kind=p.stored, dtype=p.dtype, in_order=True))
 
 @dataclass(frozen=True)
 class LatentState(TripState):
-  """The values that the loop over keys carries from iteration to iteration: sums of O, m, l, the tile of K and P in LDS."""
+  """The values that the loop over keys carries from iteration to iteration: sums of O, m, l, and in LDS the tile of K and P."""
   acc: UOp           # a wave computes some columns of O for all queries of the workgroup: these columns, as rows of O^T
   m: UOp             # of the query whose scores the lane computes: the number that the softmax subtracts from the scores
   l: UOp             # of the same query: sums of P over the wave's part of the keys
