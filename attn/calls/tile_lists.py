@@ -51,7 +51,7 @@ class KeptLists:
 
 @contextlib.contextmanager
 def lists_made_last() -> Iterator[None]:
-  """Context at whose end the waiting lists of visible tiles are computed, instead of at once."""
+  """Context that delays the computation of lists of visible tiles that are kept for later calls, until the context ends."""
   # So code in the context can start to compile the kernels that read the lists before the kernels that make the lists.
   with KeptLists.lock:
     KeptLists.delays += 1

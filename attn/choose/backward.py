@@ -110,7 +110,7 @@ class BackwardChoice:
   others: tuple[tuple[str, str], ...] = ()  # (names of kernels that attn would prefer, why not)
   by_tinygrad: tuple[tuple[str, str], ...] = ()  # (tensor that score_mod reads, why no kernel computes its gradient)
   def why_not(self, kernel:str) -> str|None:
-    """Returns why attn did not choose the named backward kernel, which it would prefer, such as "backward_dq_mma"; None if no reason is recorded."""
+    """Returns why attn did not choose the backward kernel named `kernel`, such as "backward_dq_mma"; None if no reason is recorded."""
     return next((reason for names, reason in self.others if kernel in names.split(", ")), None)
   @property
   def kernels(self) -> tuple[str, ...]: return tuple(x.name for x in self.chosen)
@@ -120,7 +120,7 @@ class BackwardChoice:
     return tuple(x.tile for x in self.chosen if x.tile is not None) or None
   @property
   def parts(self) -> tuple[int, ...]:
-    """Number of fp32 partial results of each gradient, for each tile description in `tiles`; 0 if the kernel stores the gradients themselves."""
+    """Number of fp32 partial results of each gradient, one entry for each of `tiles`; 0 if the kernel stores whole gradients."""
     return tuple(x.parts for x in self.chosen if x.tile is not None)
   @property
   def at_once(self) -> bool:
@@ -139,7 +139,8 @@ FULL_GRIDS = 4    # most workgroups that parts may add to a kernel's own, counte
 
 @dataclass(frozen=True)
 class Parts:
-  """Number of fp32 partial results that each backward kernel stores of each gradient; 0 if the kernel stores the gradient itself."""
+  """Number of fp32 partial results of each gradient that each backward kernel stores, to be added later; 0 if the kernel stores the whole
+  gradient."""
   # With partial results, several workgroups share the work of one. A further kernel adds the partial results, always in the same order.
   dq: int
   dkdv: int
@@ -217,7 +218,7 @@ def kernel_sums(p:Problem, arch:Chip) -> tuple[KernelSum, ...]:
   return tuple(found)
 
 def tensors_by_tinygrad(p:Problem, arch:Chip) -> dict[str, str]:
-  """Returns {name: reason} for the tensors of score_mod whose gradient tinygrad computes, with the reason why no kernel computes this gradient."""
+  """Returns {name: why no kernel computes the gradient} for those tensors that score_mod reads whose gradient tinygrad computes."""
   # A name is "mod_tensor" followed by a number.
   by_kernel = {x.tensor for x in kernel_sums(p, arch)}
   numbers = {} if p.score_mod is None else dict.fromkeys(number_of_tensor(u) for u in float_elements(p))

@@ -175,7 +175,7 @@ def faster_at_once(p:Problem) -> FasterAtOnce:
   return FASTER_ON_WGMMA.get((p.D, " with ".join(slowing_options(p))), FasterAtOnce())
 
 def not_faster_at_once(p:Problem, tile:WgmmaBackwardTile, faster:FasterAtOnce) -> str|None:
-  """Returns why attn does not use one kernel for all gradients of `p`: it was not measured to be faster than two. None: it was."""
+  """Returns why one kernel for all gradients of `p` is not known to be faster than two kernels; None if measurements showed that it is."""
   options, hidden, not_faster = slowing_options(p), hiding(p), "right, but was not measured to be faster than two kernels"
   if not faster.windows: return f"{' with '.join((*options, f'D={p.D}'))}: {not_faster}"
   window, mask = p.window, " with ".join((f"window={p.window}", *options))
@@ -210,7 +210,7 @@ def amd_at_once(p:Problem, arch:Chip) -> BackwardTile|str:
   return not_in_order(p, tile, IN_ORDER_MFMA) or too_few_blocks(p, arch, tile) or not_in_lds(p, arch, tile) or tile
 
 def not_in_order(p:Problem, tile:AtOnceTile, faster:FasterAtOnce) -> str|None:
-  """Returns why attn does not use one kernel for all gradients of `p` with deterministic=True, or None if nothing speaks against it."""
+  """Returns why attn does not use one kernel for all gradients of `p` with deterministic=True, or None if attn may use it."""
   # One kernel would have to add to dq in a fixed order (attn/kernels/parts/backward/turns.py), which is faster only for the problems of `faster`.
   if not p.deterministic: return None
   order = "deterministic=True: adding to dq in a fixed order"

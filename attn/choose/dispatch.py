@@ -50,7 +50,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Choice:
-  """The kernel that attn chose for a problem, and why attn did not choose each kernel that it would prefer."""
+  """The kernel that attn chose for a problem, and for each kernel before it in the table KERNELS the reason why attn did not choose that one."""
   kernel: str
   work: Work
   arch: Chip|None
@@ -58,7 +58,7 @@ class Choice:
   memory: tuple[tuple[str, int], ...] = ()    # (kernel, bytes besides inputs and outputs) for the chosen kernel and for three_pass
   grid: str = ""                              # how the kernel's workgroups fill the chip, in words
   def why_not(self, kernel:str) -> str|None:
-    """Returns why attn did not choose the named kernel, which it prefers to the chosen one; None if no reason is recorded."""
+    """Returns why attn did not choose the kernel named `kernel`; None if no reason is recorded."""
     return dict(self.refused).get(kernel)
   def __str__(self) -> str:
     packed = ", GQA packed" if self.work.tile is not None and self.work.tile.pack_gqa else ""

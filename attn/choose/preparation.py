@@ -70,7 +70,7 @@ def turned_refuses(p:Problem, arch:Chip) -> str|None:
   return TURN.refuses(p, arch) if p.of_8_bits else f"q, k and v are {p.dtype}: V need not be transposed"
 
 def turned_tile(p:Problem, arch:Chip) -> WgmmaTile:
-  """Returns the tile description of the attention kernel that reads transposed V."""
+  """Returns the tile description of the attention kernel that reads V as an earlier kernel has transposed it."""
   def tile(row:UpTo[WgmmaShape]) -> WgmmaTile: return WgmmaTile(**vars(row.shape))
   read = turned_problem(p, UNIT_BYTES)     # the room in shared memory depends on whether V is transposed, and not on the size of its tiles
   return next(fitting("turned_wgmma", read, arch, FORWARD_WGMMA_TURNED, tile, burden(p)))

@@ -15,7 +15,7 @@ from attn.tinygrad_compat import (Compiled, Compiler, HIPCCRenderer, HIPRenderer
 # so they choose the same compiler as their parent process.
 
 class ClangCompiler(Compiler):
-  """Compiler for tinygrad that calls clang.py."""
+  """Compiler for tinygrad that compiles HIP with clang, by attn/compilers/clang.py."""
   # tinygrad's cache is not used: clang.py has a cache of its own, whose key contains the compiler's version
   def __init__(self, arch:str):
     self.arch, self.tools = arch, clang.toolchain()

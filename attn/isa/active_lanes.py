@@ -97,7 +97,7 @@ def _after(facts:Facts, x:Instruction) -> Facts:
   return _without(facts, set(_written(x, operands)))
 
 def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
-  """Returns what is known of lane masks on one path after the branch at the end of `block`: where the branch is `taken`, or where it is not."""
+  """Returns the facts about lane masks after the branch at the end of `block`, where the branch is `taken` or where it is not."""
   last = block.instructions[-1].op if block.instructions else ""
   # If the branch tests EXEC, no lane is active on one of the paths. There the result contains the empty fact, which can never hold: it marks a path
   # that no wave takes.

@@ -16,7 +16,7 @@ ACCESSES = ("load", "load_to_lds", "store", "memory_other")
 def _inside(blocks:Sequence[Block], loop:Loop) -> list[Instruction]: return [x for b in sorted(loop.body) for x in blocks[b].instructions]
 
 def _is_waterfall(blocks:Sequence[Block], loop:Loop) -> bool:
-  """Returns whether a loop surrounds a memory access and has one iteration for each different value that lanes have."""
+  """Returns whether a loop repeats a memory access, once for each different operand value that lanes have (a waterfall loop)."""
   inside = _inside(blocks, loop)
   by_value = any(x.op.startswith("v_readfirstlane") for x in inside) and any("and_saveexec" in x.op for x in inside)
   ends = [blocks[b].instructions[-1].op for b in loop.latches]

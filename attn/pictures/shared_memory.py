@@ -22,7 +22,7 @@ HEIGHT = 18                  # height of a cell, in pixels
 
 @dataclass(frozen=True)
 class Access:
-  """Cells of a picture, pieces of a tile of 8 or 16 bytes, that some lanes of a wave read or write in LDS at the same time."""
+  """Cells of a picture (each is 8 or 16 bytes of a tile) that some lanes of a wave read or write in LDS at the same time."""
   words: str
   # they must lie in different banks
   pieces: list[Piece]

@@ -189,7 +189,7 @@ class Lifted:
     return words if u.dtype == dtypes.uint else words.bitcast(u.dtype)
 
   def of_device(self, index:UOp) -> bool:
-    """Returns whether an index into one of mod_tensors depends on batch or head, which count from the first batch and head of all devices."""
+    """Returns whether an index into one of mod_tensors contains a batch or head number, which must count over all devices instead of one."""
     # The kernel loads the numbers of the device's first batch and head.
     return "first_batch_and_head" in self.at.given and any(depends(index, symbol) for symbol in (BATCH, QUERY_HEAD))
 
