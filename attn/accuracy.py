@@ -281,7 +281,6 @@ def _added(w:Array, largest:Array) -> Array:
 
 def _dot_error(n:int, size:Array, squares:Array) -> Array:
   """Estimates the standard deviation of the error of fp32 dot products; `size` are the results, `squares` the sums of their n squared terms."""
-  # `squares` is the sum of the squares of the terms.
   return FP32*math.sqrt(n)/2*(np.abs(size) + np.sqrt(squares))
 
 def _short_dot_errors(short:ShortSums, q:Array, k_transposed:Array, products:Array) -> tuple[Array, Array]:

@@ -41,7 +41,6 @@ class CheckedCall:
   @property
   def log_sums(self) -> tuple[str, ...]:
     """Names of the outputs besides o: (), ("lse",) or ("lse", "lse_rest"); lse_rest is what rounding to float32 removed from lse."""
-    # lse_rest is what rounding to float32 removed from lse.
     return self.problem.outputs[1:]
   def choice(self) -> Choice:
     if self.shards is None: return choose(self.problem, self.arch)

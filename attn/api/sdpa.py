@@ -26,7 +26,6 @@ def _broadcast(name:str, mask:Tensor, q:Tensor, k:Tensor, leading:Leading) -> Te
 
 def _shown_by(seen:Tensor, offset:int) -> dict[str, Any]:
   """Returns the options mask_mod and mod_tensors of `attention` for a bool tensor `seen` (True: the query sees the key), with `offset` Sk - Sq."""
-  # `seen` is True where the query sees the key. `offset` is Sk - Sq.
   wide = tuple(int(n) > 1 for n in seen.shape)
   def mask_mod(b:UOp, h:UOp, i:UOp, j:UOp, mask:UOp) -> UOp:
     return mask[tuple(place if full else 0 for place, full in zip((b, h, i - offset, j), wide))]

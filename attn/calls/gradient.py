@@ -65,7 +65,7 @@ def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, U
 def plain_gradients(p:Problem, inputs:dict[str, UOp], given:dict[str, UOp]) -> dict[str, UOp]:
   """Returns {input name: gradient} for all float inputs, computed by tinygrad's differentiation of `three_pass`; `given` has the gradients of o and
   lse."""
-  # `given` has the gradients of o and lse. Inputs on which neither o nor lse depends are left out.
+  # Inputs on which neither o nor lse depends are left out.
   params = {name: Tensor(u.param_like(slot)) for slot, (name, u) in enumerate(inputs.items())}
   o, lse, _ = plain_attention(p, params)
   found = differentiated(UOp.maketuple(o.uop, lse.uop), list(inputs.values()), [given.get(name) for name in OUTPUTS], no_second_derivative)
@@ -272,7 +272,7 @@ class AttentionGradient:
   def graph(self, t:Graph, plain:bool) -> dict[str, UOp]:
     """Returns {input name: gradient} as far as kernels compute gradients from the tensors `t`; if `plain`, also the gradients that tinygrad
     computes."""
-    # `t` has the tensors for `kernel_gradients`. With `plain` tinygrad computes the gradients that no kernel computes.
+    # `t` has the tensors for `kernel_gradients`.
     assert self.arch is not None
     found = kernel_gradients(self.problem, self.arch, t)
     if not plain: return found

@@ -76,7 +76,7 @@ def is_after_a_call(u:UOp) -> bool: return u.op is Ops.AFTER and u.src[1].op is 
 
 def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
   """Returns (calls of attention under `root` of which tinygrad has kept only the output buffers, oldest first; all AFTER UOps under `root`)."""
-  # The second list has the AFTER UOps under `root`. Such a UOp is a buffer after a call has written it.
+  # An AFTER is a buffer after a call has written it.
   origins, seen, todo = dict[Origin, None](), set[UOp](), [root]
   while todo:
     there = dict[UOp, Origin]()

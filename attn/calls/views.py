@@ -118,14 +118,12 @@ def rows_there(u:UOp, n:Size) -> int:
 def in_buffer(t:Tensor, group:int=1) -> InBuffer|None:
   """Returns where the rows of a tensor (B, heads, S, D) lie in its buffer; None unless it is a view with constant strides. `group` neighbouring heads
   are one head of the buffer."""
-  # Each `group` of neighbouring heads of the tensor must be one head of the buffer, repeated.
   return None if (view := view_of_placeholder(t.uop)) is None else places_of_view(view, group)
 
 @functools.lru_cache(MOST_VIEWS)
 def places_of_view(view:UOp, group:int) -> InBuffer|None:
   """Returns where the rows of `view` (B, heads, S, D) lie in its buffer; None without constant strides. `group` neighbouring heads are one head of
   the buffer."""
-  # Each `group` of neighbouring heads of the view must be one head of the placeholder, repeated.
   batch, heads, n, width = view.shape
   there, (rows, instead) = rows_there(view, n), as_a_variable(n)
   b, h, s, d = (UOp.range(n, axis, AxisType.LOOP) for axis, n in enumerate((batch, heads//group, rows, width)))

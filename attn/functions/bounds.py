@@ -14,7 +14,8 @@ Edges = tuple[Edge, ...]     # a clause made of edges of one direction: it shows
 
 @dataclass(frozen=True)
 class Bounds:
-  """A mask: query i sees key j if, in every clause, at least one edge (a limit such as j <= i) holds, and if `rest` holds."""
+  """A mask: query i sees key j if each clause holds (at least one of its edges, limits such as j <= i, holds), and the condition `rest` holds as
+  well."""
   # The keys that query i sees under all clauses are an interval. From query i to query i + 1, neither end of this interval decreases. The clauses
   # `before` hide the keys before a limit, such as j >= i - 5; the clauses `after` hide the keys after a limit, such as j <= i.
   before: tuple[Edges, ...]
@@ -34,8 +35,8 @@ Combine = Callable[[Any, Any], Any]
 
 def _combined(clauses:tuple[Edges, ...], at:Callable[[Edge], Any], one_of:Combine, all_of:Combine) -> Any:
   """Returns one end of the interval that all clauses leave visible, such as the last key; None without clauses. `at` gives the limit of one edge."""
-  # A clause allows what at least one of its edges allows. `at` returns the limit of one edge. `one_of` combines the limits of a clause's edges, and
-  # `all_of` the limits of all clauses: for upper limits the maximum and the minimum, for lower limits the reverse.
+  # A clause allows what at least one of its edges allows. `one_of` combines the limits of a clause's edges, and `all_of` the limits of all clauses:
+  # for upper limits the maximum and the minimum, for lower limits the reverse.
   return functools.reduce(all_of, [functools.reduce(one_of, map(at, edges)) for edges in clauses]) if clauses else None
 
 def _conjuncts(u:UOp) -> list[UOp]:

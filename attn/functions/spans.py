@@ -156,7 +156,6 @@ def is_row_of_numbers(u:UOp) -> bool:
 
 def one_sided_expressions(mask:UOp) -> list[UOp]:
   """Returns the expressions in a mask that depend on the query alone or on the key alone: [i//64, tokens[j]] for i//64 == tokens[j]."""
-  # For `i//64 == tokens[j]` these expressions are i//64 and tokens[j].
   found = dict[UOp, None]()
   def taken(u:UOp) -> Extremes:
     found[u] = None

@@ -124,7 +124,6 @@ def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
 
 def whole_waves(blocks:Sequence[Block], wave:int) -> list[list[bool]|None]:
   """Returns, for each instruction of each basic block, whether all lanes are certainly active; None for a block that no path reaches."""
-  # None for a block that no path leads to
   whole = frozenset(frozenset({half}) for half in EXEC[:wave//32])
   found = list[list[bool]|None]()
   for block, facts in zip(blocks, facts_of(blocks, whole)):

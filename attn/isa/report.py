@@ -174,11 +174,10 @@ def flops_of_score(products:tuple[int, int], d:int, dv:int|None) -> int: return 
 
 def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_block:bool=False,
              rank:int=0, products:LoopProducts=PRODUCTS) -> tuple[str, list[Instruction], int, int, list[Stop]]|None:
-  """Returns (labels, one iteration's instructions, number of the loop's instructions, number of loops with matrix work, waits), or None without such
-  a loop."""
-  # None if no loop has matrix work, else (labels, instructions of an iteration, number of instructions in the whole loop, number of loops with
-  # matrix work, waits of an iteration). `rank` 1, 2, ... takes the loop with the next most matrix work. An iteration takes the usual path through
-  # the loop, without side blocks that few iterations enter; with `every_block` it takes all blocks. `d` and `dv` are the padded head dimensions.
+  """Returns (labels, instructions of one iteration, number of the loop's instructions, number of loops with matrix work, waits); None if no loop has
+  matrix work."""
+  # `rank` 1, 2, ... takes the loop with the next most matrix work. An iteration takes the usual path through the loop, without side blocks that few
+  # iterations enter; with `every_block` it takes all blocks. `d` and `dv` are the padded head dimensions.
   # `products` has an entry for each hot loop (see `analyse`). With several entries, the kernel runs several hot loops one after another, and the
   # result is the sum of one iteration of each.
   blocks = blocks_of(kernel.code)

@@ -30,7 +30,6 @@ def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, 
 
 def cut_for_dies(work:Sequence[GroupWork], dies:int) -> list[GroupWork]:
   """Reorders the workgroups `work` so that each die gets consecutive ones, although the hardware deals workgroups to the dies in turn."""
-  # the hardware gives workgroups to the dies in turn
   part = -(-len(work)//dies)
   return [work[i] for first in range(part) for i in range(first, len(work), part)]
 

@@ -70,7 +70,7 @@ class _Groups:
     return [i for i in self.members[group] if self.parked.get(i) == nth]
 
 def step_waves(waves:Sequence[Wave], chip:Chip, trips:int, first:int=0, apart:int=0, every:bool=False) -> Run:
-  """Simulates the waves for `trips` loop iterations on average, and returns when each instruction was issued."""
+  """Simulates the waves until each has made `trips` loop iterations on average, and returns when each instruction was issued."""
   # `every`: until each wave has made `trips` iterations. Nothing is recorded during the `first` iterations. Each workgroup begins `apart` cycles
   # after the workgroup before it.
   m, cu = chip.latencies, chip.pipes
