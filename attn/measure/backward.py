@@ -47,7 +47,7 @@ def shape_of(p:Problem) -> str:
 def name_of(p:Problem, causal:bool) -> str: return f"{shape_of(p)} {'causal' if causal else 'full'} {p.dtype}"
 
 def torch_backward(p:Problem, causal:bool, q:Any, k:Any, v:Any, do:Any) -> dict[str, Callable[[], tuple[Any, ...]]]:
-  """Returns functions that compute dq, dk and dv with PyTorch, by the name of the backend; a backend that refuses the problem is left out."""
+  """Returns {backend name: function that computes dq, dk and dv with PyTorch}, without backends that refuse the problem."""
   import torch
   from torch.nn.attention import sdpa_kernel
   found = dict[str, Callable[[], tuple[Any, ...]]]()
@@ -77,8 +77,7 @@ def torch_seconds(run:Callable[[], Any]) -> Callable[[], float]:
   return lambda: seconds(count)
 
 def outputs_of(shapes:Shapes, fxn:Callable[..., UOp], have:dict[str, Tensor]) -> dict[str, Tensor]:
-  """Returns by name, as lazy tensors, what the kernel `fxn` writes; `shapes` lists all its tensors, `have` those that exist already."""
-  # `shapes` has shape and dtype of all tensors of the kernel, and `have` those that exist already.
+  """Returns {name: lazy tensor} for what the kernel `fxn` writes; `shapes` lists all its tensors, `have` those that exist already."""
   found = Tensor.custom_kernel(*tensors_of_kernel(shapes, have), fxn=fxn)
   return {name: t for name, t in zip(shapes, found) if name not in have}
 

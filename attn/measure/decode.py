@@ -78,7 +78,7 @@ DECODES = (DecodeStep(1, 32, 8, 16384), DecodeStep(1, 32, 8, 2048), DecodeStep(1
            *(replace(row, bits=bits) for row in CHUNKS for bits in (16, 8)))
 
 def normal(*shape:int) -> Tensor:
-  """Returns a tensor of normally distributed random numbers; it repeats after REPEATED numbers."""
+  """Returns a tensor of normally distributed random numbers, in which the same REPEATED numbers come again and again."""
   count = math.prod(shape)
   drawn = np.random.default_rng(0).standard_normal(min(count, REPEATED), np.float32).astype(np.float16)
   x = Tensor(drawn)
@@ -134,8 +134,7 @@ def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
   return seconds
 
 def peer_timers(row:DecodeStep) -> dict[str, Callable[[], float]]:
-  """Returns timers (functions that return seconds) of a decode step by PyTorch's kernels, by backend; a backend that cannot compute it is left
-  out."""
+  """Returns {backend name: timer of a decode step by PyTorch, a function that returns seconds}, without backends that cannot compute the step."""
   import torch
   if row.page or row.v_dim or row.queries > 1: return {}
   q, k, v = (torch.randn(row.B, h, n, row.D, device="cuda", dtype=torch.float16) for h, n in ((row.H, 1), (row.Hkv, row.keys), (row.Hkv, row.keys)))

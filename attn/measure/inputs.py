@@ -34,7 +34,7 @@ def normal_numbers(rng:np.random.Generator, shape:tuple[int, ...], dtype:str) ->
   return np.resize(rounded(rng.standard_normal(min(math.prod(shape), NUMBERS_DRAWN), np.float32), dtype), shape)
 
 def random_operands(p:Problem, seed:int) -> tuple[list[np.ndarray], list[Tensor], list[Tensor]]:
-  """Makes random q, k and v, as arrays (B, H, S, D) and as tensors, and empty tensors for the outputs."""
+  """Returns (random q, k and v as arrays (B, H, S, D), the same as tensors, empty tensors for the outputs)."""
   rng = np.random.default_rng(seed)
   inputs = [normal_numbers(rng, (p.B, h, n, d), p.dtype) for h, n, d in ((p.H, p.Sq, p.D), (p.Hkv, p.Sk, p.D), (p.Hkv, p.Sk, p.Dv))]
   *_, o_shape, lse_shape = shapes_of(p)

@@ -52,7 +52,7 @@ FIRST_CALLS = (FirstCall(4, 16, 16, 4096, 4096, 128), FirstCall(4, 16, 16, 4096,
                FirstCall(4, 16, 16, 4096, 4096, 128, True, True), *calls_of_functions())
 
 def repeated(*shape:int) -> Tensor:
-  """Returns a tensor of random numbers on the device; it repeats after DRAWN_ONCE numbers."""
+  """Returns a tensor of random numbers on the device, in which the same DRAWN_ONCE numbers come again and again."""
   # No kernel runs to make the tensor.
   drawn = np.random.default_rng(0).standard_normal(min(math.prod(shape), DRAWN_ONCE), np.float32).astype(np.float16)
   return Tensor(np.resize(drawn, shape)).realize()

@@ -52,7 +52,7 @@ def on_the_host(x:Any) -> np.ndarray:
 def as_tensor(x:np.ndarray, dtype:str) -> Tensor: return Tensor(x).bitcast(FLOATS[dtype]).realize()
 
 def torch_peers(p:Problem, causal:bool, q:Any, k:Any, v:Any) -> dict[str, tuple[Callable[[], Any], Any]]:
-  """Returns (function that computes attention, output) by the name of PyTorch's backend, without backends that refuse the problem."""
+  """Returns {name of PyTorch's backend: (function that computes attention, its output)}, without backends that refuse the problem."""
   import torch
   from torch.nn.attention import sdpa_kernel
   def peer(backend:Any) -> Callable[[], Any]:

@@ -47,7 +47,7 @@ class SmallCall:
   new: int = 0
 
   def outputs(self) -> list[Tensor]:
-    """Returns the outputs of the call and its gradients, not computed yet, of random inputs on the default device."""
+    """Returns the outputs and gradients of the call as lazy tensors, for random inputs on the default device."""
     rng = np.random.default_rng(0)
     def made(shape:tuple[int, ...], dtype:str) -> Tensor: return Tensor(rng.standard_normal(shape, np.float32)).cast(CALLED_WITH[dtype]).contiguous()
     def given(x:Any) -> Any:
@@ -214,7 +214,7 @@ class ToolRun:
   failure: str = ""  # error message if the process ended early
 
 def in_process(sanitizer:str, tool:str, names:Sequence[str]) -> ToolRun:
-  """Runs the calls and planted faults `names` in a new process under a tool of compute-sanitizer; "" is no tool."""
+  """Runs the calls and planted faults `names` in a new process under a tool of compute-sanitizer, or without a tool if `tool` is ""."""
   command, begin = [sys.executable, "-m", "attn.measure.sanitize", "--here", json.dumps(list(names))], time.perf_counter()
   env = os.environ | {"DEV": "CUDA", "PARALLEL": "0"}
   done = subprocess.run([*([sanitizer, "--tool", tool, *TOOLS[tool]] if tool else []), *command], capture_output=True, text=True, env=env)

@@ -19,7 +19,7 @@ def shards_in(order:str) -> SequenceShards:
   return SequenceShards(DEVICES, order, held, held)
 
 def computed(order:str) -> tuple[Array, list[int]]:
-  """Returns an array with the device that computes each pair of a query and a key (-1: no device), and the number of pairs of each device."""
+  """Returns (array with the device that computes each pair of a query and a key, -1 for none; number of pairs that each device computes)."""
   owner, pairs = np.full((LENGTH, LENGTH), -1), [0]*DEVICES
   for device in range(DEVICES):
     p = shards_in(order).dealt(causal_problem(), device, (0, 1))

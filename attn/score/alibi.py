@@ -18,7 +18,7 @@ def _alibi(c:Any, x:Value, slope:Value, distance:Value, *, offsets:tuple[int, ..
   return c.fma(c.splat(slope, len(offsets)), away, x)
 
 def alibi(x:UOp, slope:UOp, distance:UOp, offsets:tuple[int, ...]) -> UOp:
-  """Computes x + slope*|distance - offset| for each element of x, which holds scores of one row."""
+  """Computes x + slope*|distance - offset| for each element of x, scores of one row; `slope` is minus the ALiBi slope of the row's head."""
   # `slope` is minus the row's ALiBi slope, in the unit of the scores. `distance` (fp32) and `offsets` count columns from the first element's column:
   # `distance` to the column where the diagonal meets the row, and `offsets` to the column of each element.
   return emit("alibi", x.dtype, x, slope, distance, offsets=offsets)

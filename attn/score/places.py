@@ -15,7 +15,7 @@ class Walk:
   count: int|UOp  # columns
   own: int|UOp  # rows
   def place(self, row:Any) -> Any:
-    """Returns the position of a row on the axis that queries and keys share."""
+    """Returns the position of a row of the score matrix on the axis that queries and keys share."""
     return row + self.offset if self.over == "keys" else row
   def column(self, place:Any) -> Any:
     """Returns the index of the column, a key or a query, whose position is `place`."""

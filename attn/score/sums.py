@@ -26,7 +26,7 @@ class Summed:
   diagonals: bool = False
 
 def sum_over_scores(p:Problem) -> Summed:
-  """Returns which sum of dS (gradients of scores) the kernel `backward_dbias` computes for a problem."""
+  """Describes the sum of dS (gradients of scores) that the kernel `backward_dbias` computes for a problem."""
   if p.by_element is not None: return _of_element(p, float_elements(p)[p.by_element])
   (term, tensor), = ((term, tensor) for term in score_terms(p) for tensor in term.tensors if tensor.summed)
   return Summed(tensor.name, *p.extras[tensor.name], tuple(terms_after(term)))

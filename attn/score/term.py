@@ -27,7 +27,7 @@ class ScoreUnit:
   base2: float
   @property
   def of_natural(self) -> float:
-    """Factor that converts a score in base e to this unit."""
+    """Factor that converts a score s with the weight e^s in the softmax to this unit."""
     return LOG2E/self.base2
 
 BASE2, NATURAL = ScoreUnit(LN2, 1.0), ScoreUnit(1.0, LOG2E)
