@@ -53,7 +53,7 @@ class Pipes:
 
 @dataclass(frozen=True)
 class Counters:
-  """Names of the hardware counters, such as vmcnt, in which a wave counts its own memory accesses that are not complete yet."""
+  """Names of the hardware counters, such as vmcnt, that count a wave's memory accesses which are not complete yet."""
   load: str
   store: str
   lds: str

@@ -1,4 +1,4 @@
-"""Rates and latencies of the execution units in a compute unit, in cycles of the shader clock, for timing machine code instruction by instruction."""
+"""Rates and latencies of the execution units of a compute unit, in clock cycles: data for timing machine code instruction by instruction."""
 from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Finds the place of an operation: the line of Python that emitted the operation, and its line in the rendered source."""
+"""Finds, for an operation, the line of Python that emitted the operation, and its line in the rendered source."""
 from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,7 @@ class Place:
   statement: str
 
   def __str__(self) -> str:
-    """Text of the place for an error message: the line of Python and the line of the rendered source, as far as they are known."""
+    """Text for an error message: the line of Python that emitted the operation, and its line in the rendered source, as far as they are known."""
     found = []
     if self.python is not None:
       file, line = self.python
@@ -55,7 +55,7 @@ class Place:
 
   @property
   def name(self) -> str:
-    """Short name of the place, such as "attn/kernels/forward.py:31"; empty if the place is not known."""
+    """Short text such as "attn/kernels/forward.py:31", the line of Python that emitted the operation; empty if the line is not known."""
     if self.python is not None: return f"{_relative(self.python[0])}:{self.python[1]}"
     return f"line {self.line} of the source" if self.line is not None else ""
 

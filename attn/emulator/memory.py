@@ -48,7 +48,7 @@ class Allocation:
     self.outputs: dict[tuple[int, int], tuple[str, str, int, str]] = {}
 
 class View:
-  """A range of `size` bytes of an allocation, from `offset` on: tinygrad's Buffer holds a View in place of a device address."""
+  """A range of `size` bytes of an allocation, from byte `offset` on. tinygrad's Buffer holds a View instead of a device address."""
   def __init__(self, base:Allocation, offset:int, size:int): self.base, self.offset, self.size = base, offset, size
   def sub(self, offset:int, size:int) -> View: return View(self.base, self.offset + offset, size)
   @property

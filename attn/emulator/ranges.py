@@ -5,8 +5,8 @@ from collections.abc import Callable
 from attn.ops.operation import Call
 from attn.tinygrad_compat import DType, Ops, UOp, dtypes
 
-# The proof holds for any content of the tensors. Only the lowered program is needed, so it is possible even for shapes that are too large for this
-# machine. If there is no such proof for an integer, the emulator checks its value at run time (checks.Overflow).
+# If the range of an integer fits its type, the integer cannot overflow, for any content of the tensors. Only the lowered program is needed for this,
+# so it is possible even for shapes that are too large for this machine. Otherwise the emulator checks the value at run time (checks.Overflow).
 #
 # Integers that may wrap are left out: arithmetic on unsigned numbers, conversions between unsigned types or between types of the same width (they
 # keep the bits), and conversions to fewer than 32 bits. All other integers count or address something. A range is (least, most). If nothing is known

@@ -50,16 +50,21 @@ class SharingTrip(BackwardTrip[Carry], Protocol[Carry]):
   def add_dq(self, s:Carry) -> Carry: """Adds the product that `start_dq` started to dQ, fp32 sums in memory, and returns the state."""
 
 class HalfTrip(Protocol[Carry]):
-  """The operations of `gradients_of_kv_in_halves` on one tile of queries, as one thread sees them."""
-  def start(self, s:Carry) -> Carry: """Starts the product S in the first half of the workgroup, and dP in the second half. Returns the state."""
-  def numbers(self, s:Carry) -> Any: """Returns lse of the tile's queries in the first half of the workgroup, and delta in the second half."""
-  def products(self, s:Carry) -> tuple[Carry, Any]: """Waits for S, or dP. Returns the state and the product."""
-  def weights_of_half(self, products:Any, numbers:Any) -> Any: """Applies score terms and masks to S. Returns P = exp(S - lse)."""
+  """The steps of `gradients_of_kv_in_halves` on one tile of queries: each method emits UOps for one thread."""
+  def start(self, s:Carry) -> Carry:
+    """Starts the product S in the first half of the workgroup, and the product dP in the second half; returns the state."""
+  def numbers(self, s:Carry) -> Any:
+    """Returns a number of each query in the tile: lse in the first half of the workgroup, delta in the second half."""
+  def products(self, s:Carry) -> tuple[Carry, Any]:
+    """Waits for the product that `start` started; returns (state, S in the first half of the workgroup, dP in the second half)."""
+  def weights_of_half(self, products:Any, numbers:Any) -> Any:
+    """Applies score terms and masks to S, and returns P = exp(S - lse). The second half of the workgroup does not use the result."""
   def share(self, s:Carry, weights:Any) -> tuple[Carry, Any]:
-    """Brings P of the first half to the second half of the workgroup. Returns the state and P, in both halves."""
+    """Sends P from the first half of the workgroup to the second half; returns (state, P), in both halves."""
   def operand(self, weights:Any, products:Any, numbers:Any) -> Any:
-    """Returns P, or in the second half dS = P * (dP - delta), rounded to the inputs' dtype, as an operand of the next product."""
-  def add_half(self, s:Carry, operand:Any) -> Carry: """Adds P^T dO to dV, or in the second half dS^T Q to dK. Returns the state."""
+    """Returns an operand of the next product, rounded to the inputs' dtype: P in the first half, dS = P * (dP - delta) in the second half."""
+  def add_half(self, s:Carry, operand:Any) -> Carry:
+    """Adds P^T dO to dV in the first half of the workgroup, and dS^T Q to dK in the second half; returns the state."""
 
 class FewQueriesTrip(BackwardTrip[Carry], Protocol[Carry]):
   """The steps of `gradients_of_few_queries` on one tile of keys, whose workgroup holds all queries that see these keys."""
@@ -70,7 +75,7 @@ class FewQueriesTrip(BackwardTrip[Carry], Protocol[Carry]):
 class OwnUnit(Protocol[Carry]):
   """A workgroup: the rows (or the block of a bias) that it owns, and its loop over tiles."""
   @property
-  def group(self) -> Workgroup: """The workgroup for which this object computes: its head, its rows, and its position in the grid."""
+  def group(self) -> Workgroup: """The workgroup that owns the rows: its head, its tensors, and its position in the grid."""
   def walk(self, s:Carry, work:Callable[[Carry, Any], Carry]) -> Carry:
     """Loops over the tiles. The body `work(state, trip)` returns the new state; `walk` returns the state after the last tile."""
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
@@ -142,7 +147,7 @@ def gradients_of_kv(passes:list[BackwardUnit[Any]]) -> UOp:
   return passes[0].kernel("all" if together else "dkdv", ("dk", "dv"), stores, p.flops*5//2 if together else 2*p.flops)
 
 def gradients_of_kv_in_halves(unit:BackwardUnit[Any]) -> UOp:
-  """Returns the kernel for the gradients of k and v whose workgroups consist of two halves that own the same keys and divide the products."""
+  """Returns the kernel for the gradients of k and v in which two halves of a workgroup own the same keys: one computes dV, the other dK."""
   # Each line says what the first half does, and after the semicolon what the second half does.
   def work(s:Any, tile:HalfTrip[Any]) -> Any:
     s = tile.start(s)                                        # starts S; or dP
@@ -215,7 +220,7 @@ def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
   return kernel_of
 
 def backward_dkdv_in_halves(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a function like the one that `backward_dkdv` returns, for the kernel of `gradients_of_kv_in_halves`."""
+  """Returns a function of a problem, a chip and a tile that makes the kernel of `gradients_of_kv_in_halves`."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv_in_halves(unit(p, arch, tile, args, dkdv_arguments(p, parts), parts))

@@ -188,7 +188,7 @@ class DualWave:
 
   # ***** the four clusters of tile t, the i-th of its iteration *****
   def compute_scores(self, s:DualWaveState, t:UOp, scores:Scores, masked:Row|None) -> tuple[DualWaveState, list[UOp]]:
-    """Computes P of tile t on the vector unit and the scores of tile t+1 on the matrix unit; returns the state and P."""
+    """Computes P of tile t on the vector unit and the scores of tile t+1 on the matrix unit; returns (state, P)."""
     # Cluster C1: P on the vector unit, the scores on the matrix unit. `masked` is this lane's query if masks may hide keys, and None otherwise.
     s = s.sync(amd.priority(1, s.done))
     x = [s.s[kt].load() for kt in range(self.k_tiles)]

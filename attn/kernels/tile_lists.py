@@ -45,7 +45,7 @@ NOTHING_SEEN = UOp.const(0), UOp.const(-1)     # a row's first and last column
 
 @dataclass(frozen=True)
 class SeenTiles:
-  """The table that says what a mask leaves of tiles of `queries` queries by `keys` keys."""
+  """Table with an entry for each tile of `queries` queries by `keys` keys: whether the mask hides none, some or all of the tile's scores."""
   p: Problem
   queries: int
   keys: int
@@ -58,7 +58,7 @@ class SeenTiles:
     return self.batches*self.heads, ceildiv(self.p.Sq, self.queries), ceildiv(self.p.Sk, self.keys)
   @property
   def read(self) -> tuple[str, ...]:
-    """Names of the tensors on which the table depends, e.g. the mask's tensors and "kv_lengths"."""
+    """Names of the tensors that the kernel reads to make the table, e.g. the mask's tensors and "kv_lengths"."""
     # those that the mask reads, those that say which queries and keys exist, and the one that says which batches and heads a device has
     mask = self.p.mask_mod
     assert mask is not None
@@ -93,7 +93,7 @@ class ListedBlocks:
   def lists(self) -> int: return self.batches*self.heads[0]
   @property
   def sizes(self) -> tuple[int, int]:
-    """Queries and keys that a tile of a block has."""
+    """Returns (queries, keys) that a tile of the list has."""
     return (self.block_m, self.block_n) if self.over == "keys" else (self.block_n, self.block_m)
   @property
   def table(self) -> SeenTiles: return SeenTiles(self.p, *(self.of_table or self.sizes), self.batches, math.prod(self.heads), self.checked)
@@ -105,16 +105,16 @@ class ListedBlocks:
     return self.batches, self.heads[0], self.blocks, list_length(self.tiles, self.with_turns)
 
 def sharing_a_table(x:ListedBlocks, y:ListedBlocks) -> tuple[ListedBlocks, ListedBlocks]:
-  """Returns `x` and `y`, changed such that both are made from one table."""
+  """Returns copies of `x` and `y` with tiles of a common size, so that one table of tiles serves both."""
   sizes = math.gcd(x.sizes[0], y.sizes[0]), math.gcd(x.sizes[1], y.sizes[1])
   return replace(x, of_table=sizes), replace(y, of_table=sizes)
 
 IN_TILES = "in_tiles"      # name of the table
 def table_arguments(x:SeenTiles) -> Shapes:
-  """Returns the tensors, {name: (shape, dtype)}, of the kernel that makes a table: first the table."""
+  """Returns {name: (shape, dtype)} of the tensors of the kernel that makes the table, first the table itself."""
   return {IN_TILES: (x.shape, "uint8")} | {name: of for name, of in x.p.extras.items() if name in x.read}
 def list_arguments(x:ListedBlocks) -> Shapes:
-  """Returns the tensors, {name: (shape, dtype)}, of the kernel that makes lists from a table: first the lists."""
+  """Returns {name: (shape, dtype)} of the tensors of the kernel that makes lists from a table, first the lists."""
   return {"tile_list": (x.shape, "int32"), IN_TILES: (x.table.shape, "uint8")}
 
 # ***** items of work *****
@@ -226,7 +226,7 @@ class TilesTogether:
   def walk(self, over:str) -> Walk:
     return (over_keys if over == "keys" else over_queries)(self.x.p, extent(self.x.p, self.batch, self.given))
   def with_missing(self, left:UOp) -> UOp:
-    """Returns the thread's entry of the table: `left`, what the mask leaves of its tile, with the bits NO_QUERY and NO_KEY."""
+    """Returns the table's entry for this thread's tile: the bits `left` (SEEN, HIDDEN), and NO_QUERY or NO_KEY if queries or keys are missing."""
     # if none of the scores exist, the bits `left` are not used
     exist, missing = UOp.const(True), int32(0)
     for over, n, size, flag in (("queries", self.block, self.x.queries, NO_QUERY), ("keys", self.tile(self.own), self.x.keys, NO_KEY)):
@@ -348,7 +348,7 @@ def seen_in_tiles(x:SeenTiles) -> Callable[..., UOp]:
 # ***** the order of tiles *****
 
 def entry_of_table(x:ListedBlocks, table:UOp, of_list:UOp, block:UOp, tile:UOp) -> UOp:
-  """Returns the bits of all entries of the table that lie in a tile of a block, joined."""
+  """Returns the bitwise or of the table's entries that lie in tile `tile` of the list of block `block`."""
   (queries, keys), (_, blocks, tiles) = (x.of_table or x.sizes), x.table.shape
   row, column = (block, tile) if x.over == "keys" else (tile, block)
   def places(first:UOp, size:int, part:int, count:int) -> list[UOp]: return [(first*(size//part) + n).minimum(count - 1) for n in range(size//part)]

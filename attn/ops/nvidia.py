@@ -197,7 +197,7 @@ instruction("keep_equal", _keep_equal, cuda=_keep_equal_text)
 def _zero(c:Any, order:Value) -> Value: return c.splat(c.number(0.0), 4)
 
 def zero(after:UOp) -> UOp:
-  """Returns a C fragment of zeros that is made after the UOp `after`."""
+  """Returns a C fragment of zeros that the kernel sets after the operation `after`."""
   return emit("zero", F4, after)
 def clear(acc:UOp, *after:UOp) -> UOp:
   """Returns a statement that sets all C fragments in the register array `acc` to zero."""

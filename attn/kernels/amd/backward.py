@@ -269,7 +269,7 @@ class AmdTrip:
     return [ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))]) for x in ds]
 
   def interleaved(self, mat:Matrix, products:int, *found:UOp) -> Statements:
-    """Returns the statements of the kernel, with a new one that makes clang alternate matrix instructions with LDS reads of their operands."""
+    """Returns the kernel's statements and one more, which makes clang alternate matrix instructions with LDS reads of their operands."""
     # `products` matrix instructions `mat` since the last barrier, whose results are `found`; only if the tile description asks for it
     tile, statements = self.of.tile, self.of.statements
     if not tile.ahead: return statements

@@ -1,5 +1,4 @@
-"""What the backward kernels with mma.sync and with wgmma have in common: lse and delta of queries, P and dS of a warp's own rows, and the stores of
-gradients."""
+"""What the backward kernels with mma.sync and with wgmma have in common: lse, delta, P and dS of the rows that a warp owns; stores of gradients."""
 from __future__ import annotations
 import functools
 from collections.abc import Collection

@@ -48,7 +48,7 @@ class Warps:
     return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, shapes, parts, lds), at)
 
   def with_keys(self, keys:int) -> Warps:
-    """Returns a copy of this object for tiles of only `keys` keys: those that one warp computes."""
+    """Returns a copy for tiles that have only `keys` keys: those of a tile that one warp computes."""
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:

@@ -91,7 +91,7 @@ class Widening:
     return stores
 
   def scales(self) -> list[UOp]:
-    """Returns the stores of the scales of this thread's rows, in each form that `kinds_of_scales` lists."""
+    """Returns the stores of all four kinds of scales (`kinds_of_scales`) of this thread's rows."""
     group, to, stores = self.warps.group, self.to.rows_of("k_scales", unit_bytes=4), list[UOp]()
     size, first = BYTES[group.p.scale_dtype], group.first_row
     for j in range(ceildiv(group.tile.block_m, group.tile.threads)):

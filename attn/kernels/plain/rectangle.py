@@ -45,7 +45,7 @@ JOINED_AT_ONCE = 3   # threads whose numbers the compiler joins in one iteration
 MOST_UNROLLED = 8    # most quads that a thread copies without a loop: their loads run at the same time
 
 def beyond_registers(p:Problem) -> str|None:
-  """Returns an error message if rows of the problem are too long for the kernels of plain UOps, otherwise None."""
+  """Returns an error message if rows of the problem are too long for the kernels in plain UOps, otherwise None."""
   widths = (("D", p.D), ("Dv", p.Dv))
   return next((f"{name}={value}: this kernel supports at most {MAX_WIDTH}"
                for name, value in widths if value > MAX_WIDTH), None)

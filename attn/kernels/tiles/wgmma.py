@@ -160,7 +160,7 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
     """Returns how many 16-byte units of shared memory the rows that stay there during the loop take."""
     return sum(x.size for x in self.layouts(p, self.stay_rows))
   def stage(self, p:Problem) -> int:
-    """Returns the size of one stage of the ring buffer: one tile of the rows over which the block loops, in 16-byte units."""
+    """Returns the size, in 16-byte units, of one stage of the ring buffer: one tile of the rows over which the block loops."""
     # without lse and delta of queries (`units_of_query_values`)
     return sum(x.size for x in self.layouts(p, self.passing_rows))
   @property
@@ -217,7 +217,7 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
 
 @dataclass(frozen=True)
 class WgmmaHalvesTile(WgmmaBackwardTile):
-  """Tile description of the kernel of dk and dv whose two warpgroups own the same 64 keys."""
+  """Tile description of the kernel of dk and dv whose two warpgroups own the same 64 keys: one computes dV, the other dK."""
   keys: bool = True
 
   @property
@@ -225,7 +225,7 @@ class WgmmaHalvesTile(WgmmaBackwardTile):
   @property
   def block_m(self) -> int: return wgmma.M
   def weights_at(self, p:Problem) -> int:
-    """The 16-byte unit of shared memory at which P of a tile begins."""
+    """Returns the index of the 16-byte unit of shared memory at which P of a tile begins."""
     return self.after_ring(p)
   def shared_dq(self, p:Problem) -> int: return self.block_m*self.block_n*4//UNIT_BYTES
 

@@ -254,7 +254,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     if self.of.known is not None: return self.lse_of_own(self.of.known)
     return self.lse_of_walked(self.normalisers(list(zip(*[self.query_values(s, kind) for kind in kinds_of_normalisers(self.warp_rows.p)]))))
   def normalisers(self, numbers:list[tuple[UOp, ...]]) -> list[Normaliser]:
-    """Returns the normalisers of the queries of the lane's columns. `numbers` has lse, and lse_rest if the problem has it, for each C fragment."""
+    """Returns, for each C fragment, the lse of the queries in its columns as `Normaliser`; `numbers` has lse (and lse_rest) of these queries."""
     return [Normaliser.joined([Normaliser.of(self.warp_rows.p, *[ops.extract(x, i) for x in xs]) for i in range(2)], ops.build) for xs in numbers]
 
   def scores(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:

@@ -1,17 +1,4 @@
-"""Implementation of backward for long rows with Hopper's wgmma (sm_90): the gradients of k and v, if the registers of one warpgroup hold only one of
-them.
-
-Both warpgroups of a block own the same 64 keys, and divide the products. The first one computes S and dV, the second one dP and dK:
-
-    first warpgroup     S = Q K^T     P = exp(S - lse)           dV += P^T dO
-    second warpgroup    dP = dO V^T   dS = P * (dP - delta)      dK += dS^T Q
-
-P goes through shared memory, in fp32, from each thread of the first warpgroup to the thread of the second one that holds dP of the same scores. So
-all warps run the same instructions. Only addresses depend on the warpgroup, and a factor: P is multiplied by 1 or by dP - delta.
-
-An iteration starts S and dP of its tile, and after them dV and dK of the previous tile. So the tensor cores compute dV and dK of a tile while P and
-dS of the next tile are computed. An iteration has two barriers. After the first one nobody reads P of the previous iteration, or the tile before the
-previous one: the copies (cp.async) of the next tile overwrite that tile. After the second one P and the next tile are in shared memory."""
+"""The gradients of k and v for long rows, with Hopper's wgmma (sm_90): of two warpgroups with the same keys, one computes dV and the other dK."""
 from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
@@ -33,13 +20,26 @@ from attn.problem import Problem
 from attn.score.term import Row
 from attn.tinygrad_compat import UOp
 
+# Both warpgroups of a block own the same 64 keys, and divide the products. The first one computes S and dV, the second one dP and dK:
+#
+#   first warpgroup     S = Q K^T     P = exp(S - lse)           dV += P^T dO
+#   second warpgroup    dP = dO V^T   dS = P * (dP - delta)      dK += dS^T Q
+#
+# The registers of one warpgroup hold only one of the two gradients. P goes through shared memory, in fp32, from each thread of the first warpgroup to
+# the thread of the second one that holds dP of the same scores. So all warps run the same instructions. Only addresses depend on the warpgroup, and a
+# factor: P is multiplied by 1 or by dP - delta.
+#
+# An iteration starts S and dP of its tile, and after them dV and dK of the previous tile. So the tensor cores compute dV and dK of a tile while P and
+# dS of the next tile are computed. An iteration has two barriers. After the first one nobody reads P of the previous iteration, or the tile before
+# the previous one: the copies (cp.async) of the next tile overwrite that tile. After the second one P and the next tile are in shared memory.
+
 @dataclass(frozen=True)
 class HalfRows(WarpRows[SwizzledPanels]):
-  """The keys that a warp owns, if both warpgroups of its block own the same keys."""
+  """The keys that a warp owns, where both warpgroups of the block own the same 64 keys."""
   # A warp of the first warpgroup computes dV of its keys, and a warp of the second one dK.
   @property
   def half(self) -> UOp:
-    """Index of the warpgroup: 0 or 1."""
+    """Index of this warp's warpgroup: 0 computes dV, 1 computes dK."""
     return wgmma.group(self.warps.at.wave)
   @functools.cached_property
   def in_block(self) -> list[UOp]: return [self.warps.at.wave%(wgmma.M//self.mat.M)*self.mat.M]
@@ -50,7 +50,7 @@ class HalfRows(WarpRows[SwizzledPanels]):
 
 @dataclass(frozen=True)
 class WgmmaHalves(WgmmaBackward):
-  """The kernel of dk and dv for one problem, as one thread sees it, if the two warpgroups of a block divide the products."""
+  """Builder of a kernel of dk and dv in which two warpgroups share the same keys: its methods return the kernel's UOps, for one thread."""
   warp_rows: HalfRows
   tile: WgmmaHalvesTile
 
@@ -68,22 +68,22 @@ class WgmmaHalves(WgmmaBackward):
     return s.store(store_all(s.acc, [nv.zero(s.done)]*s.acc.max_numel()))
 
   def of_half(self, names:tuple[str, str], half:UOp, place:RingPlace) -> SwizzledPanels:
-    """Returns the layout, in shared memory, of the tensor number `half` of `names`."""
+    """Returns the layout, in shared memory, of the tensor names[half] in iteration `place`."""
     first = self.in_shared(names[0], place)
     return first.moved_to(first.base + half*first.size)
   def started(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
-    """Starts S of the tile `place`, or in the second warpgroup dP, and returns the state."""
+    """Starts the product S of iteration `place` in the first warpgroup, and dP in the second; returns the state."""
     a, b = (self.of_half(names, self.warp_rows.half, place) for names in (self.warp_rows.own, self.warp_rows.walked))
     steps, panels = a.units*self.tile.matrix.unit//wgmma.K, (UNIT_BYTES*a.panel, UNIT_BYTES*b.panel)
     return s.do(wgmma.scores(s.scores, s.shared[a.base], s.shared[b.base], s.done, steps, panels, self.group.p.dtype))
   def added_before(self, s:WgmmaBackwardState, index:UOp) -> WgmmaBackwardState:
-    """Starts to add P^T dO of the tile before number `index`, if there is one, to dV, or in the second warpgroup dS^T Q to dK; returns the state."""
+    """Starts dV += P^T dO in the first warpgroup, or dK += dS^T Q in the second, for tile `index` - 1, if there is one; returns the state."""
     before = RingPlace(index, 0, index + (self.tile.ring - 1))      # the place in the ring buffer of tile index - 1
     rows = self.of_half(self.warp_rows.walked, 1 - self.warp_rows.half, before)
     return s.do(wgmma.output(s.acc, s.p, s.shared[rows.base], s.done, UNIT_BYTES*rows.panel, self.group.p.dtype, there=index > 0))
 
   def fetch(self, s:WgmmaBackwardState, place:RingPlace) -> WgmmaBackwardState:
-    """Starts this thread's copies of the tile `place`, if it exists, to shared memory, and returns the state."""
+    """Starts this thread's copies to shared memory for iteration `place`, if its tile exists, and returns the state."""
     s = s.do(*self.copies(s, place))
     return s.do(nv.commit(s.done))
   def arrived(self, s:WgmmaBackwardState) -> WgmmaBackwardState:
@@ -103,7 +103,7 @@ class WgmmaHalves(WgmmaBackward):
 
 @dataclass(frozen=True)
 class WgmmaHalvesTrip(WgmmaTrip):
-  """The operations of one iteration of the kernel `WgmmaHalves`, on one tile of queries."""
+  """The steps of one iteration of the kernel that `WgmmaHalves` builds, on one tile of queries."""
   # `products` are S in the first warpgroup and dP in the second one. `numbers` are lse in the first warpgroup and delta in the second one.
   warp_rows: HalfRows
   of: WgmmaHalves

@@ -201,7 +201,7 @@ class QueryValues(InLds):
   def nth(self, i:UOp) -> QueryValues: return replace(self, base=i*units_of_query_values(self.p, self.block_n))
   @property
   def single(self) -> list[QueryValues]:
-    """A list of this object alone. A tile of rows returns several smaller tiles here (`StagedTile.single`)."""
+    """List with this `QueryValues` alone, because all its numbers are copied at once. (`StagedTile.single` lists smaller tiles.)"""
     # `StagedTile.single`, which the same loop calls, divides a tile into smaller tiles
     return [self]
 

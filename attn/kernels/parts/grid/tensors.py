@@ -1,4 +1,4 @@
-"""Tensors that kernels read and write, by name, and checks that a kernel can address them."""
+"""Names, shapes and dtypes of the tensors that kernels read and write, and checks that a kernel can address them."""
 from __future__ import annotations
 import math
 from collections.abc import Mapping

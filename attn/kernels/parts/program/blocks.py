@@ -40,7 +40,7 @@ def counted(n:Count) -> UOp:
   return sum((UOp.variable(*v, param=True) for v in n.variables), UOp.const(n.constant))
 
 def extent(p:Problem, batch:UOp, given:Mapping[str, UOp]) -> Extent:
-  """Returns the sequence of batch (or packed sequence) `batch`; `given` has the kernel's tensors by name."""
+  """Returns the sequence number `batch`, of a batch or among packed sequences; `given` are the kernel's tensors {name: tensor}."""
   def keys_of() -> tuple[UOp, int|UOp]:
     # the batch's number of keys, and its first key
     end = run_time(flat(given["kv_lengths"])[batch].load(), p.Sk)

@@ -28,7 +28,7 @@ class TileLoop(Generic[Crossing]):
     return self.before.after(done.end(self.trip))
 
 def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing]]=TileLoop) -> Iterator[TileLoop[Crossing]]:
-  """Yields up to three loops over consecutive `tiles`: those with masks, those without, and those with masks at the end, each made by `loop`."""
+  """Yields up to three loops over consecutive `tiles`: with masks, without masks, and again with masks; `loop` makes each of them."""
   # up to three loops: over the first tiles, where a mask may hide scores; over the tiles where no mask hides scores; and over the last tiles, where a
   # mask may hide scores. A loop that never runs is left out.
   parts = [(tiles.begin, tiles.full_begin, True)]*tiles.masked_first + [(tiles.full_begin, tiles.full_end, False), (tiles.full_end, tiles.end, True)]
@@ -60,7 +60,7 @@ class StagedTripsTile(Protocol):
   def prefetch(self) -> int:
     """How tiles are loaded: 0 in the iteration that uses them, 1 one iteration earlier, 2 one iteration earlier and to a second LDS buffer."""
   @property
-  def buffers(self) -> int: """Number of LDS buffers that each tensor's tiles use in turns, 1 or 2."""
+  def buffers(self) -> int: """Number of LDS buffers for the tiles of each tensor: 1, or 2 that iterations use alternately."""
   @property
   def by_tensor(self) -> bool:
     """Whether an iteration loads its tensors (such as K and V) one after another. Only for prefetch 0, i.e. without loads ahead."""

@@ -58,7 +58,7 @@ class Scores:
   def to_natural(self) -> float: return 1.0 if self.natural else self.unit.natural
   @property
   def walked(self) -> list[tuple[int, ...]]:
-    """Indices in a tile of the keys (or queries) whose scores a lane of lane group 0 holds, one tuple for each vector of scores."""
+    """Indices in a tile of the keys (or queries) whose scores lane 0 holds, one tuple for each vector of scores; other lanes add an offset."""
     # in lane group h each index is larger by h*matrix.block, because a lane holds matrix.block neighbouring rows
     mat = self.at.matrix
     return [tuple(mat.key_of(0, kt*mat.row_part + i) for i in range(mat.row_part)) for kt in range(self.block_n//mat.tile_keys)]
