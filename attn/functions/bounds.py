@@ -49,7 +49,7 @@ def _condition(clauses:list[Clause]) -> UOp:
   return functools.reduce(UOp.__and__, [functools.reduce(UOp.__or__, map(of, clause)) for clause in clauses])
 
 def _direction(clause:Clause) -> bool|None:
-  """Returns True if all parts of a clause are upper limits of the key (j <= ...), False if all are lower limits, otherwise None."""
+  """Returns True if all conditions in a clause are upper limits of the key's position (j <= ...), False if all are lower limits, otherwise None."""
   found = {x.upper if isinstance(x, Edge) else None for x in clause}
   return found.pop() if len(found) == 1 else None
 

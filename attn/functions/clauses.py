@@ -183,7 +183,8 @@ class Reader:
     if (edge := self._edge(terms, plus)) is None: return ((functools.reduce(UOp.__add__, [u*n for u, n in terms]) <= -plus,),)
     return ((edge,),) if edge.known is None else ALWAYS if edge.known else NEVER
   def _edge(self, terms:list[tuple[UOp, int]], plus:int) -> Edge|None:
-    """Returns the edge that holds exactly where the sum of `terms` and the constant `plus` is at most 0, or None if that is no limit of the key."""
+    """Returns the condition that the sum of `terms` and `plus` is at most 0 as an edge, a limit of the key's position; None if it is no such
+    limit."""
     # The sum must have the form f(i) + g(j) with the positions i of the query and j of the key. A limit must not decrease from one query to the next,
     # and the numbers of the edge must fit int32.
     found: dict[UOp, tuple[int, Steps]] = {}

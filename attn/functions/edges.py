@@ -25,7 +25,7 @@ class FloorStep(NamedTuple):
 Steps = tuple[FloorStep, ...]     # functions applied one after another
 
 def then(steps:Steps, step:FloorStep) -> Steps:
-  """Returns the steps of the function that applies `steps`, one after another, and then `step`."""
+  """Appends `step` to `steps`, functions that are applied to a number one after another."""
   common = math.gcd(step.times, step.over)
   step = FloorStep(step.times//common, step.plus//common, step.over//common)
   if step == (1, 0, 1): return steps
@@ -39,11 +39,11 @@ def then(steps:Steps, step:FloorStep) -> Steps:
 def followed(steps:Steps, more:Steps) -> Steps: return functools.reduce(then, more, steps)
 
 def last_below(steps:Steps) -> Steps:
-  """Returns the inverse G of the function F with these steps, for upper limits: F(x) <= y exactly if x <= G(y)."""
+  """Returns steps of the inverse G of the function F that applies `steps` one after another: F(x) <= y exactly if x <= G(y)."""
   return followed((), tuple(FloorStep(x.over, x.over - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def first_above(steps:Steps) -> Steps:
-  """Returns the inverse G of the function F with these steps, for lower limits: F(x) >= y exactly if x >= G(y)."""
+  """Returns steps of the inverse G of the function F that applies `steps` one after another: F(x) >= y exactly if x >= G(y)."""
   return followed((), tuple(FloorStep(x.over, x.times - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def larger(x:Any, y:Any) -> Any:
@@ -67,7 +67,7 @@ def _applied(step:FloorStep, x:Any) -> Any:
   return x//over if over > 1 else x
 
 def applied(steps:Steps, x:Any) -> Any:
-  """Returns f(x) for the function f of `steps`; x is a number, a UOp or a Tensor, and FAR in the result stands for infinity."""
+  """Applies the functions `steps` to x one after another. x is a number, a UOp or a Tensor; FAR in the result stands for infinity."""
   # If the function is constant, the result is an int.
   return functools.reduce(lambda y, step: _applied(step, y), steps, x)
 
@@ -80,13 +80,13 @@ def exact_range(steps:Steps) -> tuple[int, int]:
   return first, last
 
 def fits(steps:Steps) -> bool:
-  """Returns whether a mask stays the same if x is clamped to `exact_range` before the function of `steps` is computed."""
+  """Returns whether a mask stays the same if x is clamped to `exact_range` before the functions `steps` are applied to x."""
   first, last = exact_range(steps)
   # Positions lie between -FAR and FAR. So the mask stays the same if first or f(first) is at most -FAR, and last or f(last) is at least FAR.
   return (first <= -FAR or applied(steps, first) <= -FAR) and (last >= FAR or applied(steps, last) >= FAR)
 
 def clamped(steps:Steps, x:Any) -> Any:
-  """Computes the function of `steps` at x in int32 without overflow: x is first clamped to `exact_range`."""
+  """Applies the functions `steps` to x one after another, in int32 without overflow: x is first clamped to `exact_range`."""
   first, last = exact_range(steps)
   if first > -FAR: x = larger(x, first)
   if last < FAR: x = smaller(x, last)
@@ -101,7 +101,7 @@ def _band(steps:Steps) -> tuple[Fraction, Fraction, Fraction]|None:
   return slope, least, most
 
 def never_above(f:Steps, g:Steps) -> bool:
-  """Returns whether F(x) <= G(x) is certain for each x, for the functions F of `f` and G of `g`."""
+  """Returns whether F(x) <= G(x) is certain for each x, where F applies the steps `f` to x, and G the steps `g`."""
   (*start, x), (*other_start, y) = f or (FloorStep(1, 0, 1),), g or (FloorStep(1, 0, 1),)
   if start == other_start and (x.times, x.over) == (y.times, y.over): return x.plus <= y.plus
   one, two = _band(f), _band(g)

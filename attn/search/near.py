@@ -46,7 +46,7 @@ class Timed:
   def ms_apart(self) -> float: return 1e3*self.prediction.seconds_apart     # if workgroups drift apart (attn/isa/timing/memory.py)
   @property
   def read(self) -> float:
-    """Mean number of bytes that a workgroup reads from L2 and writes to it."""
+    """Mean number of bytes that a workgroup moves from and to L2."""
     return self.prediction.bytes["L2"]/self.workgroups
 
 # ***** the tiles to try *****
