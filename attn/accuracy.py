@@ -556,7 +556,7 @@ class _Gradients:
     return self.product(self.by_key(p), self.by_key(np.square(p*self.p_off)), self.rows(self.do))
 
   def of_scores(self, weights:Array, shape:tuple[int, ...]) -> _Moments:
-    """Returns the errors of the gradient of a bias or of ALiBi slopes: of the sum of `weights` * dS over all scores, as a tensor of this `shape`."""
+    """Returns the errors of a gradient of this `shape` (of a bias, or of ALiBi slopes), which is the sum of `weights` * dS over scores."""
     # The gradient of an element is an fp32 sum of `weights` * dS, over all scores (B, H, Sq, Sk) to which the element is broadcast. `weights` (Sq,
     # Sk) is the derivative of a score by the term: 1 for a bias, the distance |i - j| for slopes.
     mass = weights*self.t.p

@@ -52,12 +52,12 @@ def _place(kind:str, key:tuple[str, ...]) -> Path:
   return directory()/"compilers"/f"{hashlib.sha256(chr(0).join((kind, *key)).encode()).hexdigest()}.{kind}"
 
 def is_kept(kind:str, key:tuple[str, ...]) -> bool:
-  """Returns whether the cache directory has a file, perhaps damaged, with this key, for this `kind` of data, such as "program"."""
+  """Returns whether the cache directory has a file, perhaps damaged, with the key `key` for the `kind` of data, such as "program"."""
   return os.path.isfile(_place(kind, key))     # also False if the directory cannot be entered
 
 def kept(kind:str, key:tuple[str, ...], make:Callable[[], bytes]) -> bytes:
-  """Returns the bytes that the cache has for a `kind` of data, such as "program", and a key; if it has none, `make` makes them and the cache keeps
-  them."""
+  """Returns the bytes that the cache keeps with the key `key` for the `kind` of data, such as "program"; for a missing key, `make` makes the
+  bytes."""
   path = _place(kind, key)
   # A cache that can't be read or written is ignored.
   with contextlib.suppress(OSError):

@@ -66,7 +66,7 @@ def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))
 
 def rows_dimension(name:str) -> int|None:
-  """Returns the index of the axis of queries in the tensor `name` that a score term reads, such as "bias"; None if it has no such axis."""
+  """Returns the index of the axis of queries in the tensor `name` that a score term reads, such as "bias"; None for a tensor without this axis."""
   return TERM_TENSORS[name].dimension("rows") if name in TERM_TENSORS else None
 
 def gradient_of_shards(g:UOp, call:UOp) -> tuple[UOp|None, ...]:

@@ -39,7 +39,7 @@ class Preparation:
     if (reason := wgmma_refuses(p, arch)) is not None: return reason
     return next((f"{name}: this kernel does not support it" for name in self.unsupported if getattr(p, name)), None)
   def slower(self, p:Problem, tile:Any) -> str|None:
-    """Returns why the attention kernel is faster without this kernel before it, or None if it is not."""
+    """Returns why the attention kernel alone is faster, or None if this kernel should run before it."""
     does, itself = self.does
     if (size := self.size(p, tile)) > MOST_PREPARED: return f"the {does} would take {size} bytes, more than {MOST_PREPARED}"
     rows = p.visible_scores*(p.H//p.Hkv)//keys_that_some_query_sees(p)

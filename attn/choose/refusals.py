@@ -77,7 +77,7 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
 MOST_PARTS = 8192    # half of the commands that tinygrad's queue for a CPU holds
 
 def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
-  """Returns why a kernel has too many blocks of rows for a device that runs one block after another, such as a CPU; None if it has not."""
+  """Returns why a device that runs one block of rows after another, such as a CPU, cannot run so many blocks; None if it can."""
   # Each block is a command in tinygrad's queue, which has limited room. `blocks` counts for each head, `heads` in all batches.
   if (parts := serial_items(p, blocks, heads)[0]) <= MOST_PARTS: return None
   return f"{parts} blocks of rows: {arch.name} takes at most {MOST_PARTS}, because tinygrad gives each its own command"

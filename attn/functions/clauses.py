@@ -130,7 +130,7 @@ class Reader:
       case Ops.CMPEQ: return self._chosen(x, is_(y), is_(y, False))
     return None
   def _comparison(self, u:UOp, holds:bool) -> Clauses|None:
-    """Returns the clauses of a comparison of integers, or of its negation; None if none of them limits the key, or they are too many."""
+    """Returns the clauses of a comparison of integers, or of its negation; None if no clause limits the key, or there are too many clauses."""
     if sum(x.op in (Ops.WHERE, Ops.MAX) for x in u.toposort()) > MOST_CHOICES: return None
     x, y = (self.sum(v) for v in u.src)
     at_most, at_least = _plus(x, y, -1), _plus(y, x, -1)

@@ -70,7 +70,7 @@ COMMAND = "python -m attn.isa costs"
 
 @dataclass(frozen=True)
 class Costs:
-  """Description of a file with one line of costs for each kernel, such as docs/costs.txt: its header, its columns, and how its lines are made."""
+  """Format of a file with one line of costs for each kernel, such as docs/costs.txt: header, columns, and the function that makes the lines."""
   header: str
   # the first column names the kernel
   columns: tuple[str, ...]
@@ -124,7 +124,7 @@ def _cells_under(specs:Sequence[Spec], tools:Toolchain) -> dict[Spec, list[str]]
   return cells
 
 def costs_under(compilers:Sequence[Toolchain]) -> Costs:
-  """Returns the description of docs/costs_compilers.txt: registers, spills and waves of kernels under each of several compilers."""
+  """Returns the format of docs/costs_compilers.txt: registers, spills and waves of kernels under each of several compilers."""
   header = (f"# Registers, spills and waves of the default tiles under {', '.join(map(short_version, compilers))}: of machine code, not measured. "
             f"Rewritten by: {COMMAND} --compilers --write docs/costs_compilers.txt")
   # of the kernels that dispatch chooses under each compiler

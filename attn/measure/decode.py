@@ -99,11 +99,11 @@ def call_of(row:DecodeStep) -> CheckedCall:
   return prepare(q, k, v, options_of("attention", options))
 
 def cache_of_bits(rows:Tensor, bits:int) -> GivenRows:
-  """Returns rows of a cache as they are if `bits` is 16; if it is 8, rounds them to int8, with a scale for each row."""
+  """Returns rows of a cache unchanged if `bits` is 16; if `bits` is 8, as int8 numbers with a scale for each row."""
   return rows if bits == 16 else QuantizedRows(*(t.contiguous().realize() for t in quantize_kv(rows)))
 
 def latent_of_bits(rows:Tensor, v_dim:int, bits:int) -> GivenRows:
-  """Returns rows of a latent cache as they are if `bits` is 16; if it is 8, rounds their first `v_dim` columns to int8."""
+  """Returns rows of a latent cache unchanged if `bits` is 16; if `bits` is 8, with the first `v_dim` columns rounded to int8."""
   if bits == 16: return rows
   return QuantizedLatent(*(t.contiguous().realize() for t in (*quantize_kv(rows[..., :v_dim]), rows[..., v_dim:])))
 

@@ -353,7 +353,7 @@ def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
 # ***** parts: one buffer with o and lse (and lse_rest for wide scores) of some rows over some keys *****
 
 def packed(p:Problem, results:Sequence[Tensor]) -> UOp:
-  """Copies the results of a launch, o and lse, into one buffer, so that one copy can send them to another device."""
+  """Copies the results of a launch, o and lse, into one buffer, which a single copy can send to another device."""
   first, *rest = [x.flatten().pad_to(end - begin) for x, (begin, end) in zip(results, itertools.pairwise(part_places(p, p.Sq)))]
   return first.cat(*rest).contiguous().uop
 

@@ -54,7 +54,7 @@ class RowGradient:
   found: Tensor
 
 def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:str) -> Tensor:
-  """Returns the gradient of all rows of a device's tensor of this `shape`: the sum of `parts`, each of which is for some rows."""
+  """Adds up `parts`, gradients of some rows each, to the gradient of a device's whole tensor, which has this `shape`."""
   # A part is padded with zeros to all rows. The additions run one after another, so that at most two padded parts are in memory at a time.
   total = None
   for part in parts:

@@ -56,7 +56,7 @@ def is_cpu(device:Any) -> bool:
 # **** the card ****
 @dataclass(frozen=True)
 class CardFacts:
-  """Facts that a device tells about its card, such as its name; None for what it does not tell."""
+  """Facts about a card that its device tells, such as the card's name; None for an unknown fact."""
   name: str|None = None
   compute_units: int|None = None
   driver: str|None = None

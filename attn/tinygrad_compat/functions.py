@@ -103,8 +103,7 @@ gradient._compact_params = compact_params   # type: ignore[assignment]
 _wanted: list[set[int]] = []     # for each call being differentiated: indices of the sources whose gradients are wanted. The innermost is last
 
 def wanted_of(names:Iterable[str]) -> set[str]:
-  """Returns those `names`, of inputs of the call that tinygrad is differentiating, whose gradients it needs; all `names` if it differentiates
-  none."""
+  """Returns those of the inputs `names` whose gradients tinygrad needs from the call that is being differentiated; all `names` at other times."""
   # tinygrad knows which gradients are needed, but does not tell the grad_fxn. Outside of a grad_fxn all names are returned, because every input may
   # need a gradient.
   return {name for i, name in enumerate(names) if not _wanted or i in _wanted[-1]}

@@ -18,7 +18,7 @@ from attn.tinygrad_compat.uops import with_outputs
 ToProgram = Callable[[UOp, Renderer], UOp]   # (AST, or PROGRAM with a source; renderer) -> PROGRAM with machine code
 
 def programs_through(through:Callable[[ToProgram, UOp, Renderer], UOp]) -> None:
-  """Makes tinygrad compile each kernel by `through(own, ast, renderer)`, from now on; `own` is tinygrad's own function for this."""
+  """Makes tinygrad compile each kernel by `through(own, ast, renderer)` from now on, where `own` is the function that tinygrad has used before."""
   own = codegen.do_to_program
   @functools.wraps(own)
   def asked(ast:UOp, renderer:Renderer) -> UOp:

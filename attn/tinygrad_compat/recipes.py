@@ -58,7 +58,7 @@ class Recipe:
   steps: tuple[RecipeStep, ...]  # make the rest
   results: tuple[int, ...]  # indices of the results among all values
   def made(self, changing:Sequence[UOp]) -> Iterator[UOp]:
-    """Builds the recorded expression on the UOps `changing`, with other buffers for its own results; yields these results."""
+    """Builds the recorded expression on the UOps `changing`, with newly made buffers inside the expression; yields the expression's results."""
     values = [*changing, *self.constant]
     for step in self.steps: values.append(step.made(values))
     return (values[i] for i in self.results)

@@ -126,7 +126,7 @@ def output_params(sink:UOp) -> tuple[UOp, ...]:
   return tuple(sorted(found, key=lambda u: u.arg.slot))
 
 def with_outputs(sink:UOp) -> UOp:
-  """Adds a kernel's outputs to the sources of its AST's root (SINK), so that the compiled kernel takes them even if it does not write them."""
+  """Adds a kernel's outputs to the sources of the root (SINK) of its AST, so that even outputs that the kernel does not write are arguments of it."""
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 def with_accesses(program:UOp, slots:Collection[int]) -> UOp:

@@ -28,7 +28,7 @@ def line_of(report:Report) -> str: return " | ".join([report.name, *brief_cells(
 def _lines(specs:Sequence[Spec]) -> list[str]: return [line_of(report) for report in reports_of(specs)]
 
 def costs() -> Costs:
-  """Returns the description of docs/costs.txt: its first line, its columns, and the function that makes its lines."""
+  """Returns the format of docs/costs.txt: its first line, its columns, and the function that makes the lines."""
   header = (f"# The costs of our kernels under {short_version(toolchain())}: bounds and predictions from their machine code, not measurements. "
             f"Rewritten by: {COMMAND} --write docs/costs.txt")
   return Costs(header, ("kernel", *BRIEF, *TIMES), _lines)

@@ -125,7 +125,7 @@ def _groups_of_a_unit(resources:Resources, chip:Chip, waves:int, simds:int) -> i
   return max(1, room//waves)
 
 def _behind(blocks:Sequence[Block], prologue:Sequence[int], waves:int) -> int:
-  """Returns how many waves of a workgroup pass one barrier more than its other waves before they enter the loop."""
+  """Returns how many waves of a workgroup pass an additional barrier before they enter the loop."""
   # if one of these blocks can jump over a block with nothing but a barrier, half of the waves are assumed to take the barrier
   return waves//2 if any(len(blocks[b].successors) == 2 and b + 1 < len(blocks) and _only_a_barrier(blocks[b + 1]) and
                          b + 1 in blocks[b].successors for b in prologue) else 0
