@@ -207,7 +207,8 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
   return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
-  """Makes the number of partial results at least 1 for each gradient whose tensor is copied to all devices while q is sharded."""
+  """Returns `parts` with at least one partial result for each gradient that all devices compute a part of: the tensor is copied to all, q is
+  sharded."""
   # If q is sharded but another tensor, such as k, is copied to each device, each device computes a part of this tensor's gradient. The parts are
   # added in fp32, so the number is at least 1. `parts` has the numbers for one device.
   def least(name:str, chosen:int) -> int:
