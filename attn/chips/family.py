@@ -179,7 +179,7 @@ class Chip:
     assert self.unit.machine is not None, f"{self.name} has no latencies"
     return self.unit.machine
   def peak(self, card:Card) -> float:
-    """Returns the dense 16-bit TFLOP/s of a card with this chip."""
+    """Returns the peak rate of 16-bit matrix products (dense, without sparsity) of a card with this chip, in TFLOP/s."""
     return card.cus*self.pipes.flops*card.ghz/1e3
   def sustained(self, card:Card) -> float:
     """Returns the clock in GHz that a card sustains while its matrix units work, or 0 if this clock is not known."""

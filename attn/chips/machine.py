@@ -21,7 +21,7 @@ ORIGINS = {
 }
 
 class Figure(NamedTuple):
-  """A number of cycles, or of bytes per cycle, with its source."""
+  """A number of cycles, or of bytes per cycle, with the document or measurement from which it comes."""
   value: int
   # a key of the table ORIGINS, or ASSUMED
   origin: str

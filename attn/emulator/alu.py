@@ -89,7 +89,7 @@ ALU: dict[Ops, Callable[..., Array]] = {
 }
 
 def alu(op:Ops, dt:DType, operand:DType) -> Callable[..., Array]:
-  """Returns the numpy function that computes an arithmetic UOp with a result of type `dt` and a last operand of type `operand`."""
+  """Returns the numpy function that computes the arithmetic UOp `op`, with a result of type `dt` and a last operand of type `operand`."""
   if op not in ALU: raise NotImplementedError(f"the emulator does not know the operation {op}: HIPRenderer and CUDARenderer do not print it")
   fn = ALU[op]
   if operand != dtypes.bfloat16 or op is Ops.WHERE: return fn

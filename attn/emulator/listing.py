@@ -33,7 +33,7 @@ def _short(text:str) -> str:
   return text if len(text) <= WIDTH else text[:WIDTH - 1] + "…"
 
 def _relative(path:str) -> str:
-  """Returns a file's path relative to the folder that contains `attn`, or to the current folder, where the path begins with one of them."""
+  """Returns a file's path relative to the folder that contains `attn`, or relative to the current folder, or unchanged if it is in neither."""
   for root in (str(PACKAGE.parent), os.getcwd()):
     if path.startswith(root + os.sep): return os.path.relpath(path, root)
   return path

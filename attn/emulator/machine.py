@@ -42,7 +42,7 @@ class Wait:
     return f"waits until {self.space.name}[{self.at[i]}] is {self.number[i]}, and it is {self.memory[self.at[i]]}"
 
 class Frame(Threads):
-  """One run of a program over a range of workgroups: holds their threads, values and memory, and executes each operation for all threads at once."""
+  """Threads of a range of workgroups, with their values and memory, that execute a program: each operation for all threads at once."""
   def __init__(self, plan:EmulatedProgram, first:int, workgroups:int, grid:tuple[int, ...], local:tuple[int, ...], params:dict[UOp, View],
                values:dict[UOp, int], checks:bool=True, banks:BankCounter|None=None, meeting:Meeting|None=None):
     super().__init__(plan, first, workgroups, grid, local, checks, banks)
@@ -180,7 +180,7 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def arrive(self, with_copies:bool=True) -> Array:
-    """Executes an arrival at an mbarrier by all threads of a workgroup, and returns zeros."""
+    """Records that all threads of a workgroup arrive at their mbarrier, and with `with_copies` that their copies are complete; returns zeros."""
     # The arrivals complete a phase. A thread that later waits for this phase may access what the arriving threads have stored before; with
     # `with_copies` also the data of their asynchronous copies.
     if with_copies:
@@ -195,7 +195,7 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def await_arrivals(self, parity:Array) -> Array:
-    """Makes whole workgroups wait for the next phase of their mbarrier, whose number must have the parity `parity`. Returns zeros."""
+    """Makes whole workgroups wait for the end of the next phase of their mbarrier, whose number is even or odd as `parity` says. Returns zeros."""
     here = self._whole(self.width, DivergentBarrier, "this thread does not wait for an mbarrier as others of its workgroup do")
     def each(bad:Array) -> Array: return np.repeat(bad & here, self.width) & self.active
     if (bad := each(self.waited >= self.arrived)).any():

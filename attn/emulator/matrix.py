@@ -67,7 +67,7 @@ def _parts(x:Array, kind:str) -> Array:
   return np.ascontiguousarray(parts.transpose(0, 2, 1)).reshape(-1, x.shape[-1])
 
 def _fp8(bias:int, nans:tuple[int, ...]) -> Array:
-  """Returns the values of all 256 bytes in an 8-bit float format with 4 bits of exponent, biased by `bias`. The bytes `nans` are NaN."""
+  """Returns 256 numbers: element i is the value of byte i in a float format with 4 bits of exponent, biased by `bias`; NaN for bytes in `nans`."""
   # a sign, 4 bits of exponent and 3 of mantissa; there is no infinity
   bits = np.arange(256)
   exponent, mantissa = bits >> 3 & 15, bits & 7

@@ -89,7 +89,7 @@ class Meeting:
     self.clock[wave] += 1
 
   def barrier(self, f:Threads) -> None:
-    """Records a barrier of all waves of a workgroup."""
+    """Records that all waves of a workgroup have passed a barrier."""
     # After it, each wave knows which accesses are complete, as far as any of these waves knew, and the accesses that the other waves had made when
     # they last settled; on NVIDIA all accesses that they made before the barrier.
     if not self.plan.waits and not self.watched: return

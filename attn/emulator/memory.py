@@ -26,12 +26,12 @@ def divided(x:Array, n:int) -> tuple[Array, Array]:
   return (x >> n.bit_length() - 1, x & n - 1) if n & n - 1 == 0 else (x//n, x % n)
 
 def to_values(raw:Array, dtype:np.dtype[Any], n:int) -> Array:
-  """Returns one chunk of bytes per thread, `raw` (threads,), as numbers of the type `dtype`: (threads,), or (n, threads) for vectors."""
+  """Returns each thread's bytes, one element of `raw` (threads,), as numbers of type `dtype`: (threads,), or (n, threads) for vectors."""
   if n == 1: return raw.view(dtype)
   return np.ascontiguousarray(np.atleast_1d(raw).view(dtype).reshape(-1, n).T)
 
 def to_chunks(x:Array, n:int, chunk:int) -> Array:
-  """Returns numbers, (threads,) or (n, threads) for vectors, as one chunk of `chunk` bytes per thread (threads,)."""
+  """Returns each thread's numbers, (threads,) or (n, threads) for vectors, as one element of `chunk` bytes for each thread."""
   if n == 1 and x.ndim < 2: return np.asarray(x).view(chunk_type(chunk))
   return np.ascontiguousarray(x.T).view(chunk_type(chunk))[..., 0]
 
@@ -57,7 +57,7 @@ class View:
   def written(self) -> Array|None: return None if self.base.written is None else self.base.written[self.offset:self.offset + self.size]
 
   def settle(self) -> None:
-    """Records that a program or the host has written to the allocation, which therefore counts as initialised."""
+    """Records that a program or the host has written to the allocation. From now on, a read of a byte that was never written is an error."""
     self.base.touched = True
     # if every byte is written by now, flags for single bytes are not needed any more
     if self.base.written is not None and self.base.written.all(): self.base.written = None

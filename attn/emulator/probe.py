@@ -45,7 +45,7 @@ def probes() -> Iterator[dict[str, list[Array]]]:
   finally: _collecting.remove(found)
 
 def note_probe(name:str, workgroup:Array, wave:Array, lane:Array, values:Array) -> None:
-  """Shows the values that n threads have at the probe `name`: prints them, or adds them to the innermost `probes()`."""
+  """Prints the values that n threads have at the probe `name`, or adds them to the innermost `probes()`; arrays have n as an axis."""
   # `workgroup` has the shape (n, 3), `wave` and `lane` (n,), `values` (n,), or (elements, n) for vectors
   kind = np.dtype([("workgroup", np.int32, (3,)), ("wave", np.int32), ("lane", np.int32), ("values", values.dtype, values.shape[:-1])])
   rows = np.empty(len(lane), kind)

@@ -35,7 +35,7 @@ def must_fit(u:UOp) -> bool:
 # ***** operations *****
 
 def extremes(f:Callable[[int, int], int], x:Range, y:Range) -> Range:
-  """Returns (smallest, largest) value of f(x, y) over the ranges x and y, where f is monotone in each operand."""
+  """Returns (smallest, largest) of f(a, b) for all a in the range x and b in the range y, where f is monotone in each operand."""
   found = [f(a, b) for a in x for b in y]
   return min(found), max(found)
 

@@ -74,7 +74,7 @@ class Threads:
                 f"({u.op.name}, step {self.pc} of {len(self.plan.steps)}, {self.plan.arch})")
 
   def workgroup(self, number:int) -> tuple[int, int, int]:
-    """Returns the three indices in the grid of the workgroup with the number `number`."""
+    """Returns the indices (x, y, z), in the grid, of the workgroup with the number `number`."""
     return number % self.grid[0], number//self.grid[0] % self.grid[1], number//self.grid[0]//self.grid[1]
 
   def operation(self, number:int) -> str:
@@ -85,7 +85,7 @@ class Threads:
   # ***** divergence *****
 
   def also(self, condition:Array) -> Array|None:
-    """Returns the mask of the active threads that fulfil `condition`; None stands for all threads."""
+    """Returns a mask of those active threads where `condition` is true, or None if these are all threads."""
     m = np.broadcast_to(condition, self.T) if self.mask is None else self.mask & condition
     return None if m.all() else m
   def push(self, mask:Array|None) -> None:

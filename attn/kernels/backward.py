@@ -35,7 +35,7 @@ class BackwardTrip(Protocol[Carry]):
     """Applies score terms (bias, softcap, ...) and masks to S, and returns P = exp(S - lse) and the derivatives of the terms."""
   def dp(self, s:Carry) -> tuple[Carry, Any]: """Computes dP - delta, with dP = dO V^T after dropout; returns (state, dP - delta)."""
   def ds(self, weights:Any, dp:Any, derivatives:Collection[str]|None=None) -> Any:
-    """Returns dS = P * (dP - delta), times the derivatives of all score terms, or only of the terms named in `derivatives`."""
+    """Returns dS = P * (dP - delta) * derivatives of the score terms: of all terms, or only of those named in `derivatives`."""
   def kept(self, weights:Any) -> Any:
     """Returns P as an operand of the product P^T dO: rounded to the inputs' dtype, with 0 where dropout drops a weight."""
   def rounded(self, ds:Any) -> Any: """Returns dS, rounded to the inputs' dtype, as an operand of the products that give dQ and dK."""
@@ -103,7 +103,7 @@ class BiasUnit(OwnUnit[Carry], Protocol[Carry]):
   # if all queries share the elements of the bias, the block is one row; if all keys share them, one column
   def begin(self) -> Carry: """Returns the state before the first tile: all sums are 0."""
   def sum(self, s:Carry, ds:Any, tile:Any) -> Carry:
-    """Adds dS to the sums, or stores dS if each element of the bias is added to only one score; returns the state."""
+    """Adds dS to the sums, or stores dS itself if each element of the bias belongs to one score; returns the state."""
   def sums(self, s:Carry) -> list[UOp]: """Returns the stores of the sums, the gradient of the workgroup's block of the bias, to memory."""
 
 def gradient_of_q(unit:QueriesUnit[Any]) -> UOp:
@@ -200,7 +200,7 @@ class UnitOf(Protocol):
     """Makes a `BackwardUnit`, the object with the steps of a backward kernel, or a list with one for each pass over the queries."""
 
 def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a function of a problem, a chip and a tile that makes the kernel of dq, and of delta for the other kernels."""
+  """Returns a function of a problem, a chip and a tile. The function makes the kernel that writes dq, and delta, which the other kernels read."""
   # The kernel takes the tensors of `tensors.dq_arguments(p, dlse, parts)`, in this order. `dlse` says whether lse has a gradient. dq of a query that
   # sees no key is 0. dq and delta of a row that belongs to no sequence are 0. If `parts` is above 0, the keys are divided into `parts` parts: the
   # kernel stores an fp32 dq for each part, and the caller adds them up.
@@ -210,7 +210,7 @@ def backward_dq(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
   return kernel_of
 
 def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a function of a problem, a chip and a tile that makes the kernel of dk and dv, which reads delta."""
+  """Returns a function of a problem, a chip and a tile. The function makes the kernel that reads delta and writes dk and dv."""
   # The kernel takes the tensors of `tensors.dkdv_arguments(p, parts)`, in this order. dk and dv of a key are 0 if no query sees the key, if the key
   # lies beyond kv_lengths, or if the key belongs to no sequence. If `parts` is above 0, the loop over the queries of all heads that share keys is
   # divided into `parts` parts, first by heads, then by queries: the kernel stores an fp32 dk and dv for each part, and the caller adds them up.
@@ -220,14 +220,14 @@ def backward_dkdv(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
   return kernel_of
 
 def backward_dkdv_in_halves(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a function of a problem, a chip and a tile that makes the kernel of `gradients_of_kv_in_halves`."""
+  """Returns a function of a problem, a chip and a tile. The function makes the kernel of `gradients_of_kv_in_halves`."""
   def kernel_of(p:Problem, arch:Chip, tile:Any, parts:int=0) -> Callable[..., UOp]:
     check_backward(p, tile)
     return lambda *args: gradients_of_kv_in_halves(unit(p, arch, tile, args, dkdv_arguments(p, parts), parts))
   return kernel_of
 
 def backward_all(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a function of a problem, a chip and a tile that makes the kernel of dk and dv that also adds up dq."""
+  """Returns a function of a problem, a chip and a tile. The function makes the kernel that writes dk and dv and adds to the sums of dq."""
   # The kernel takes the tensors of `tensors.all_arguments(p, parts)`, in this order. Many workgroups add to each sum of dq. If p.deterministic is
   # true, they add one after another in a fixed order. Otherwise they add in any order, and the last bits of dq differ from run to run. If `parts` is
   # above 0, the kernel stores an fp32 dk and dv for each part of the queries, and the caller adds them up. The sums of dq are fp32 numbers in memory,
@@ -238,7 +238,7 @@ def backward_all(passes:UnitOf) -> Callable[..., Callable[..., UOp]]:
   return kernel_of
 
 def backward_few(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a function of a problem, a chip and a tile that makes the kernel of all gradients for few queries."""
+  """Returns a function of a problem, a chip and a tile. The function makes the kernel that writes all gradients of few queries."""
   # The kernel takes the tensors of `tensors.few_arguments(p, dlse, parts, key_parts)`, in this order. All gradients are the same in every run. If
   # `parts` is above 0, the keys are divided into `parts` parts: the kernel stores an fp32 dq for each part, and the caller adds them up. The kernel
   # also writes delta.
@@ -248,7 +248,7 @@ def backward_few(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
   return kernel_of
 
 def backward_dbias(unit:UnitOf) -> Callable[..., Callable[..., UOp]]:
-  """Returns a function of a problem, a chip and a tile that makes the kernel of a bias's gradient."""
+  """Returns a function of a problem, a chip and a tile. The function makes the kernel that writes the gradient of a bias."""
   # The kernel takes the tensors of `tensors.dbias_arguments(p, parts)`, in this order; delta is one of them. A workgroup owns a block of the bias. It
   # sums dS over all batches, heads and blocks of queries that use this block. If `parts` is above 0, this loop is divided into `parts` parts: the
   # kernel stores fp32 sums for each part, and the caller adds them up.

@@ -53,7 +53,7 @@ def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
   return found
 
 def merged(p:Problem, arch:Chip, splits:int, args:tuple[UOp, ...]) -> UOp:
-  """Returns the program of the kernel `combine` for the tensors `args`."""
+  """Returns the kernel `combine`, an AST, for the tensors `args`."""
   names, new = combine_arguments(p), Allocator()
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}

@@ -180,7 +180,7 @@ class DualWave:
     return here, self.group.row(wave*self.mat.N, here.n)
 
   def outputs(self, s:DualWaveState) -> list[UOp]:
-    """Returns the stores of the results, O = O^T / l and LSE = m + ln l."""
+    """Returns the stores of O / l and of LSE = m + ln l, for this lane's query."""
     (here, row), mat = self.late(s), self.mat
     factor, log_sum = self.group.normalised(row, s.softmax.m[0].load(), s.softmax.totals(0, mat))
     o = [(here.h*mat.accumulator + dt*mat.M, ops.mul(s.softmax.acc[dt].load(), factor)) for dt in range(self.d_tiles)]

@@ -48,7 +48,7 @@ def online_softmax(unit:ForwardUnit[Any]) -> UOp:
 KernelOf = Callable[[Problem, Chip, Any], Callable[..., UOp]]     # from a problem, a chip and a tile: the kernel, a function of its tensors
 
 def forward(unit:Callable[[Problem, Chip, Any, tuple[UOp, ...]], ForwardUnit[Any]]) -> KernelOf:
-  """Returns a function of a problem, a chip and a tile that makes the forward kernel, with the steps that `unit` makes."""
+  """Returns a function of a problem, a chip and a tile. The function makes the forward kernel from the object with its steps that `unit` makes."""
   # The kernel takes the tensors of `tensors.arguments(p)`, in this order: (o, q, k, v); with p.return_lse (o, lse, q, k, v); with p.num_splits > 1
   # (o_partial, lse_partial, q, k, v). After v come the optional tensors of the problem, in the order of `problem.EXTRAS`. With p.num_splits = G > 1
   # the keys are divided into G ranges, and each workgroup computes O and LSE of one range; `combine.combine` merges the results. With p.sk_variable

@@ -57,7 +57,7 @@ def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange
   return lambda *args: merged_parts(p, arch, parts, there, args)
 
 def merged_parts(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...], args:tuple[UOp, ...]) -> UOp:
-  """Returns the program of the kernel `merge` for the tensors `args`."""
+  """Returns the kernel `merge`, an AST, for the tensors `args`."""
   names = (*p.outputs, *(f"part_{i}" for i in range(len(parts))), *["sinks"]*p.sinks)
   if len(args) != len(names): raise ValueError(f"{len(args)} tensors given: this kernel takes ({', '.join(names)})")
   given = {name: flat(x) for name, x in zip(names, args)}

@@ -62,7 +62,7 @@ def _with_shared_tensors(lowered:ToProgram, ast:UOp, renderer:Renderer) -> UOp:
 
 @functools.cache
 def show_shared_tensors() -> None:
-  """Tells tinygrad, for the rest of the process, which tensors the atomic operations of a kernel read and write."""
+  """Tells tinygrad, from now on in the whole process, which tensors the atomic operations of a kernel read and write."""
   # tinygrad itself sees only loads and stores. So a kernel that reads a sum would not wait, in a graph under TinyJit, for the kernel that adds to
   # the sum.
   programs_through(_with_shared_tensors)

@@ -96,7 +96,7 @@ class Numbers:
     wave = self.lanes.wave
     return np.repeat((condition & self.lanes.active).reshape(-1, wave).any(1), wave)
   def exchange(self, x:Value, step:int, how:str) -> tuple[Value, Value]:
-    """Returns x of this lane and of the lane `step` lanes away, in the order of the exchange instruction `how`."""
+    """Returns x of two lanes, this lane and the lane `step` away, in the order in which the instruction `how` returns them."""
     wave, lane = self.lanes.wave, np.arange(x.shape[-1])
     if how == "bpermute": return x, numerics.from_lane(x, lane + step, wave)
     other = numerics.from_xor_lane(x, step, wave)

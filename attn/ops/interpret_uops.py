@@ -10,7 +10,7 @@ from attn.values import FLOATS
 
 @dataclass(frozen=True)
 class Elements:
-  """Scalar or vector, as a tuple of the UOps of its elements."""
+  """A scalar or a vector, as a tuple of UOps: one for each element."""
   each: tuple[UOp, ...]
   def with_(self, operation:Callable[[Any, Any], Any], other:Any) -> Elements: return elementwise(operation, self, other)
   def __add__(self, y:Any) -> Elements: return self.with_(operator.add, y)

@@ -22,7 +22,7 @@ LANGUAGES: dict[str, type[Printer]] = {"hip": Hip, "cuda": Cuda}
 
 @dataclass
 class KernelText:
-  """C++ text of the operations that one kernel calls, and of the functions that these calls need."""
+  """C++ text that one kernel needs for operations of attn: the expressions that call the operations, and the functions that are called."""
   language: str
   arch: str
   functions: dict[str, str] = field(default_factory=dict)                          # by name and types; a function stands after its callees
@@ -69,7 +69,7 @@ def inlined(operation:Operation, static:dict[str, Any], printer:Printer, types:S
   return bare(printer.term(operation.definition(printer, *[Term(printer, x, t) for x, t in zip(sources, types)], **static)).text)
 
 def compound_function(call:Call, definition:Callable[..., Any], printer:Printer, out:str, types:dict[str, str]) -> tuple[str, list[Any]]:
-  """Declares the C++ function of a compound operation for operands of the C types `types`, {name: type}; returns (its name, operands)."""
+  """Declares the C++ function of a compound operation for operands of the C types `types`, {name: type}; returns (its name, its operands)."""
   static, name = call.parameters, call.name + call.operation.suffix.format(**call.parameters)
   operands = [RegisterArray(x, t[:-1]) if t.endswith("*") else Term(printer, x, t) for x, t in types.items()]
   registers = [x for x in operands if isinstance(x, RegisterArray)]
@@ -95,7 +95,7 @@ def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[.
   return define
 
 def instruction(name:str, meaning:Callable[..., Any], hip:Any=None, cuda:Any=None, *, atomic:bool=False) -> None:
-  """Registers the operation `name`, one instruction: `meaning` computes it in numpy, `hip` and `cuda` are its texts."""
+  """Registers the operation `name`, one instruction: `meaning` is its numpy function, `hip` and `cuda` are its texts or make them."""
   # A text is an expression with {0} and {1} for the operands, a Body, or a function (printer, C type of the result, **static) that returns one of
   # these; None if the language has no such instruction.
   OPERATIONS[name] = Operation(meaning, hip, cuda, atomic=atomic)

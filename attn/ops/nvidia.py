@@ -22,7 +22,7 @@ ROWS = 2                             # a lane has elements of two rows of C (and
 ROW_LANES = RowLanes(ROWS, (1, 2))   # four neighbouring lanes share these rows
 
 def shared(name:str) -> str:
-  """Returns the text of an operand of inline assembly: the address in shared memory that the pointer called `name` holds."""
+  """Returns the text of an operand of inline assembly: the address in shared memory that the C++ variable `name` holds."""
   return f'"r"((unsigned)__cvta_generic_to_shared({name}))'
 
 # ***** asynchronous copies: 9.7.9.25.3 *****
@@ -221,7 +221,7 @@ instruction("xor_lane", lambda lanes, x, mask: from_xor_lane(x, mask, lanes.wave
             cuda=lambda printer, out, mask: f"__shfl_xor_sync(0xffffffffu, {{0}}, {mask})")
 
 def xor_lane(x:UOp, mask:int) -> UOp:
-  """Returns x of the lane whose index differs from this lane's in the bits of `mask` (shfl.sync.bfly)."""
+  """Returns x of another lane, whose index is this lane's index xor `mask` (shfl.sync.bfly)."""
   return emit("xor_lane", dtypes.float, x, mask=mask)
 
 def _transposed(lanes:Any, words:Array, in_quad:Array) -> Array:

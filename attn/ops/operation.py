@@ -23,7 +23,7 @@ class LocalVariable:
   def __init__(self, value:Value): self.value = value
 
 class Lanes(Protocol):
-  """Methods of the emulator that the numpy functions of operations call."""
+  """Methods of the emulator that the numpy functions of operations may call, e.g. to access memory."""
   # Arrays have one column per thread. A method that only has an effect returns zeros of shape (threads,), or None.
   wave: int                 # lanes of a wave
   saturates: bool           # whether conversions to 8-bit floats give the largest number for a number beyond it, or else NaN
@@ -84,7 +84,7 @@ class Lanes(Protocol):
   def dot(self, a:Array, b:Array, c:Array, dtype:str) -> Array:
     """Returns c + a . b as AMD's dot product instructions compute it: each dword of a and b holds two or four numbers of `dtype`."""
   def matrix(self, name:str, a:Array, b:Array, c:Array) -> Array:
-    """Returns c + A B of the matrix instruction `name`. Operands and result are in the layout of registers."""
+    """Returns c + A B, computed by the matrix instruction `name`; a, b and c are (registers, threads), as lanes hold the matrices."""
 
 @dataclass(frozen=True)
 class Body:
@@ -98,7 +98,7 @@ Text = str|Body             # text of an operation: an expression with {0}, {1} 
 
 @dataclass(frozen=True)
 class Call:
-  """Argument of a CUSTOM UOp: the name of an operation and its compile-time parameters."""
+  """Argument of a CUSTOM UOp, by which a kernel calls an operation of attn: the operation's name and compile-time parameters."""
   name: str
   static: tuple[tuple[str, Any], ...]
   @functools.cached_property
@@ -136,7 +136,7 @@ def is_ours(name:str, uops:Iterable[UOp]) -> bool:
   return name.startswith("attn_") or any(isinstance(u.dtype, VectorDType) or isinstance(u.arg, Call) for u in uops)
 
 def integer(x:UOp) -> UOp:
-  """Returns the index x as an int32. Subexpressions of x may exceed 32 bits, as in x = i % 16 with i >= 2^31."""
+  """Returns the index x as an int32, even if parts of the expression x exceed 32 bits, as in x = i % 16 with i >= 2^31."""
   parts = x.toposort(gate=lambda u: u.dtype == dtypes.weakint and u.op in GroupOp.ALU)
   # x.cast(int32) would be wrong if a part of x overflows, because tinygrad would compute that part in 32 bits, too. So the parts become 64 bits wide
   # first.

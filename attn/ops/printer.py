@@ -49,7 +49,7 @@ def vector_of(element:str, n:int) -> str: return element if n == 1 else f"{'uint
 
 @dataclass(frozen=True)
 class Term:
-  """C++ expression with its type."""
+  """C++ expression (a text) and its C type. Python's operators make new expressions of it."""
   printer: Printer
   text: str
   type: str

@@ -33,7 +33,7 @@ POINTERS = {AddrSpace.GLOBAL: "const void*", AddrSpace.LOCAL: "void*"}
 C_NAMES = {dtypes.uint: "unsigned", dtypes.int: "int", dtypes.float: "float", dtypes.bool: "bool"}
 
 def readable(line:str) -> str:
-  """Returns a line of the source, wrapped after commas if it is longer than LONGEST."""
+  """Returns a line of source, broken after commas if it is longer than LONGEST."""
   return wrapped(line, line[:len(line) - len(line.lstrip())] + " "*6) if len(line) > LONGEST else line
 
 def vector_types(text:str, before:list[str]) -> list[str]:
@@ -61,7 +61,7 @@ class OperationsPrinter(CStyleLanguage):
     types = [c_type(u) for u in x.src]
     return self.operations.call(x.arg, C_NAMES.get(x.dtype, x.dtype.name), types, [self[u] for u in x.src])
   def need_operator(self, x:UOp) -> None:
-    """Declares the C++ operator (such as +) that `x` uses on vectors, if the language has none."""
+    """Declares the C++ operator, such as +, that the UOp `x` applies to vectors, if the language has none for vectors."""
     # tinygrad renders its own operators unchanged and expects the language to define them on vectors
     self.operations.printer().vector_operator(OPERATORS[x.op], *[c_type(u) for u in x.src])
   def declarations(self, prefix:list[str], bufs:Any, text:str) -> list[str]:
@@ -69,7 +69,7 @@ class OperationsPrinter(CStyleLanguage):
     # tinygrad declares a type only if a kernel computes with it
     raise NotImplementedError
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
-    """Returns the source of a kernel; for kernels of attn with the functions that their operations need, and the line MARK on top."""
+    """Returns the source of a kernel. In attn's kernels, the functions of its operations and the line MARK come before it."""
     if not is_ours(function_name, uops):
       return super().render_kernel(function_name, kernel, bufs, uops, prefix)
     functions = list(self.operations.functions.values())
@@ -179,5 +179,5 @@ def render(sink:UOp, arch:str) -> str:
   return renderer.render(lower(sink, renderer))
 
 def adapt(devices:str|tuple[str, ...]|None) -> None:
-  """Makes the CUDA devices among `devices` use renderers that can render attn's kernels, for the rest of the process."""
+  """Makes the CUDA devices among `devices` use attn's renderers from now on, in the whole process."""
   adapt_cuda(devices, {CUDARenderer: OperationsCUDARenderer, NVCCRenderer: OperationsNVCCRenderer})

@@ -128,7 +128,7 @@ class AmdBackward:
   def walked(self) -> tuple[str, str]: return OF_QUERIES if self.tile.keys else OF_KEYS
   @functools.cached_property
   def row(self) -> Row:
-    """The row that this lane owns: a query, or a key."""
+    """The query or key that this lane owns."""
     group, in_block = self.group, self.own[0].in_block[0]
     if not self.tile.keys: return group.row(in_block)
     key = group.first_row + in_block

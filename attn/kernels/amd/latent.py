@@ -112,7 +112,7 @@ class AmdLatent:
     rows = latent_rows(self.group, self.mat) if self.group.p.stored else self.group.rows_of("k")
     return StagedTrips(self.tile, self.new, self.statements, self.state, {"k": rows})
   def scales(self, t:UOp) -> list[UOp]:
-    """Loads the scales of the 8-bit rows of K whose scores this lane computes: one vector for each vector of scores."""
+    """Loads the scales of K for the keys of this lane's scores in tile t, 8-bit rows: one vector for each vector of scores."""
     # V, the first columns of K, has the same scales
     return self.group.scales("k_scales", t, self.share)
 

@@ -84,7 +84,7 @@ class OwnRows:
 
 @dataclass(frozen=True)
 class LdsColumns:
-  """Columns of a tile that lies in LDS row by row, as operand A of a product that sums over the tile's rows."""
+  """Columns of a tile, read as operand A of a product that sums over the tile's rows, while the tile lies in LDS row by row."""
   # Each operand is read across the rows. The rows come in the order in which the lanes hold their weights (`staging.key_rows`). In place of a column
   # beyond the tile's last column, the last column is read.
   tile: LdsTile
@@ -100,7 +100,7 @@ class LdsColumns:
 
 @dataclass(frozen=True)
 class TurnedColumns:
-  """Columns of a tile that lies in LDS row by row, transposed by load instructions, as operand A of a product that sums over rows."""
+  """Columns of a tile that lies in LDS row by row, read by load instructions that transpose, as operand A of a product that sums over rows."""
   # LDS needs no transposed copy
   tile: LdsTile
   at: Lane
@@ -154,7 +154,7 @@ class Products:
 
   def with_columns(self, tile:LdsTile|TurnedColumns, block_n:int, weights:list[list[UOp]], accs:list[list[UOp]],
                    first:list[UOp]|None=None) -> list[list[UOp]]:
-    """Returns `accs` + A B, where A is the transpose of a tile in LDS, and B holds the weights of the tile's rows (P or dS)."""
+    """Returns `accs` + A B, where A is the transpose of a tile in LDS, and B holds P or dS of the tile's rows (`weights`)."""
     # `weights`, `accs` and the result have a list for each matrix tile of own rows: of B operands, or of C fragments. `first` is operand A of the
     # first matrix tile, if it has been read already.
     mat, accs = self.matrix, [list(column) for column in accs]

@@ -32,7 +32,7 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 
 @dataclass(frozen=True)
 class MmaBackwardState(CopyGroups):
-  """The values that the loop over tiles carries from iteration to iteration: shared memory, sums of gradients, lse and delta of the next tile."""
+  """The values that the loop over tiles carries from iteration to iteration: contents of shared memory, sums of gradients, lse and delta."""
   shared: UOp
   acc: UOp            # accumulators of the gradients
   query_values: UOp   # lse and delta of the next tile's queries, until they are stored to shared memory
@@ -152,7 +152,7 @@ class MmaBackward:
 
 @dataclass(frozen=True)
 class MmaTrip(WarpTrip[SwizzledRows]):
-  """The steps of a backward kernel on one part of tile `t` (`part_n` of its rows)."""
+  """The steps of a backward kernel on one part of tile `t`: on `part_n` of its rows."""
   # parts take fewer registers than a whole tile
   of: MmaBackward
   t: UOp

@@ -84,7 +84,7 @@ class MmaBias:
     return s.store(*[add_all(s.acc, x, own) for own, x in zip(places, ds)])
 
   def fragments(self, i:int) -> range:
-    """Returns the indices of the accumulators in which the i-th matrix tile of queries sums dS."""
+    """Returns which accumulators hold the sums of dS of the i-th matrix tile of queries, as a range of indices."""
     n = self.of.tile.block_n//self.of.tile.matrix.N
     return range(i*n, (i + 1)*n)
 

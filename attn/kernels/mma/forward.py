@@ -258,12 +258,12 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return s.read(self.tile.layouts(self.p)[0], self.in_block[0] + row, unit, qt*self.mat.M, 2*step)
 
   def k_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of S = Q K^T, read from tile t: step `step` (16 columns) of this warp's `pair`-th 16 keys."""
+    """Returns operand B of S = Q K^T, read from tile t: step `step` (16 columns) of keys 16*`pair` to 16*`pair` + 15 of this warp."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(units:int) -> UOp: return s.read(self.k_rows(t), self.first_key + row, unit, pair*2*self.mat.N, units)
     return self.stored.k_operand(read(step//2*2), step) if self.p.stored else read(2*step)
   def v_operand(self, s:MmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of O += P V, read from tile t: step `step` (16 keys) for the `pair`-th two C fragments of O."""
+    """Returns operand B of O += P V, read from tile t: step `step` (16 keys) of C fragments 2*`pair` and 2*`pair` + 1 of O."""
     # A step is one matrix instruction, for 16 keys (32 of 8-bit floats). If V is stored in 8 bits, one fragment has the even columns and the other
     # the odd columns; otherwise they are neighbours.
     row, unit = self.mat.b_transposed_address(self.warps.at.lane)

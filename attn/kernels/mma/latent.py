@@ -169,7 +169,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     # the scales come last in the tile's part of the ring buffer
     return (self.first_of(t) + self.tile.stage(self.p))*(UNIT_BYTES//4) - self.tile.block_n
   def scales(self, s:LatentMmaState, t:UOp) -> list[UOp]:
-    """Returns the scales of the 8-bit rows of K whose scores this lane computes: two for each C fragment."""
+    """Returns the scales of K for the keys of this lane's scores in tile t, 8-bit rows: two for each C fragment."""
     # V, the first columns of K, has the same scales
     return self.stored.scales(s.shared, self.first_scale(t), 0, self.share.part*self.share.keys, self.share.keys)
   @property
@@ -218,14 +218,14 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     if self.converts and step < self.latent_steps: return self.stored.q_operand(s.shared, q, self.own, step)
     return s.read(q, self.own + row, unit, 0, 2*step)
   def k_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of S = Q K^T, read from tile t: step `step` (16 columns) of this warp's `pair`-th 16 keys."""
+    """Returns operand B of S = Q K^T, read from tile t: step `step` (16 columns) of keys 16*`pair` to 16*`pair` + 15 of this warp."""
     row, unit = self.mat.b_address(self.warps.at.lane)
     def read(rows:LongRows, units:int) -> UOp: return s.read(rows, self.share.part*self.share.keys + row, unit, pair*self.mat.K, units)
     if self.converts and step < self.latent_steps: return self.stored.k_operand(read(self.k_rows(t), step//2*2), step)
     if self.p.stored and step >= self.latent_steps: return read(self.rotary_rows(t), 2*(step - self.latent_steps))
     return read(self.k_rows(t), 2*step)
   def v_operand(self, s:LatentMmaState, t:UOp, step:int, pair:int) -> UOp:
-    """Returns operand B of O += P V, read from tile t: step `step` (16 keys) of this warp's `pair`-th 16 columns."""
+    """Returns operand B of O += P V, read from tile t: step `step` (16 keys) of columns 16*`pair` to 16*`pair` + 15 of this warp."""
     (row, unit), in_line = self.mat.b_transposed_address(self.warps.at.lane), LINE//2
     if not self.converts: return s.read(self.v_rows(t, pair//in_line), row, unit, step*self.mat.K, 2*(pair%in_line), transposed=True)
     first = (self.warps.at.wave*(self.columns//2) + pair//in_line*in_line).minimum(self.k_rows(t).units - in_line)

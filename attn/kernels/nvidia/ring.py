@@ -33,7 +33,7 @@ class Arrivals(InOrder):
 
   @property
   def arrivals(self) -> UOp:
-    """The mbarrier, which lies in the last 16 bytes of shared memory."""
+    """The mbarrier (a counter of arrived threads), which lies in the last 16 bytes of shared memory."""
     return self.shared[self.shared.max_numel() - 1]
   def expected(self, at:MmaLane, threads:int) -> Self:
     """Initialises the mbarrier so that each phase waits for `threads` arrivals, and returns the state."""

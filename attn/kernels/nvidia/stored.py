@@ -61,7 +61,7 @@ class StoredKeys:
     return self.widened(*[(ops.extract(words, step%2 + 2*tile), places) for tile in range(2) for places in ((0, 1), (2, 3))])
 
   def v_operand(self, words:UOp, pair:int) -> UOp:
-    """Returns operand B of O += P V for 16 keys and the `pair`-th 16 columns, converted from the 8-bit numbers `words`."""
+    """Returns operand B of O += P V for 16 keys and columns 16*`pair` to 16*`pair` + 15, converted from the 8-bit numbers `words`."""
     # for one C fragment of the even columns, and one of the odd columns; `words` are what ldmatrix returned, transposed, for 32 columns
     return self.widened(*[(ops.extract(words, 2*(pair%2) + half), places) for places in ((0, 2), (1, 3)) for half in range(2)])
 

@@ -76,7 +76,7 @@ class WarpRows(Generic[L]):
     return [(self.warps.at.wave*self.tile.row_tiles + i)*self.mat.M for i in range(self.tile.row_tiles)]
   @functools.cached_property
   def of_lane(self) -> list[list[Row]]:
-    """The rows that this lane owns: two for each tile of 16 rows, in a list for each tile."""
+    """The rows that this lane owns: for each tile of 16 rows, a list of the two rows of which the lane holds elements."""
     if not self.tile.keys: return [self.warps.queries(first) for first in self.in_block]
     group = self.warps.group
     there = group.sequence.n_k if self.p.varlen else self.p.Sk
@@ -88,7 +88,7 @@ class WarpRows(Generic[L]):
     """Returns the number of accumulators that a lane needs for the gradient `name` of 16 rows."""
     return fragments(self.p.Dv if name == "dv" else self.p.D, self.mat)
   def accumulators(self, name:str, i:int=0) -> range:
-    """Returns the range of indices, among all accumulators of a lane, of the gradient `name` for the warp's i-th tile of 16 rows."""
+    """Returns which of a lane's accumulators hold the gradient `name` of the warp's i-th tile of 16 rows, as a range of indices."""
     before = sum(map(self.accs, self.wanted[:self.wanted.index(name)]))
     first = i*sum(map(self.accs, self.wanted)) + before
     return range(first, first + self.accs(name))
@@ -111,7 +111,7 @@ class WarpRows(Generic[L]):
     group = self.warps.group
     return [x for name in self.own for x in self.warps.copies(group.operand_rows(name), shared, group.first_row, self.kept(name))]
   def walked_rows(self, name:str, head:UOp, count:UOp) -> Rows:
-    """Returns the first `count` rows of the tensor `name` for query head `head`, the rows over which the block loops."""
+    """Returns the rows of the tensor `name` for query head `head`, over which the block loops; rows from `count` on are read as zeros."""
     return self.warps.group.operand_rows(name, head).up_to(count)
 
   # ***** values of own queries *****
@@ -136,7 +136,7 @@ class WarpRows(Generic[L]):
 
   # ***** the stores at the end *****
   def gradient(self, acc:UOp, name:str) -> list[UOp]:
-    """Returns the stores of the gradient `name` to memory; `acc` is the array of this lane's accumulators."""
+    """Returns the stores of the gradient `name` to global memory; `acc` is the register array with this lane's C fragments."""
     # for keys beyond a batch's length (kv_lengths), 0 is stored
     def known(row:Row) -> UOp|None: return row.index < self.warps.group.sequence.n_k if self.tile.keys and self.p.kv_lengths else None
     return [x for i, own in enumerate(self.of_lane)
@@ -155,14 +155,14 @@ class WarpRows(Generic[L]):
     return found
 
   def kept_deltas(self) -> list[UOp]:
-    """Returns the stores of delta, for the queries that this lane owns, to memory."""
+    """Returns the stores of delta to global memory, for the queries that this lane owns."""
     group = self.warps.group
     to, x, first = flat(group.given["delta"]), group.sequence, self.warps.at.h.eq(0) & group.is_first_part
     both = [pair for own, deltas in zip(self.of_lane, self.deltas) for pair in zip(own, deltas)]
     return [to[place_of_row(self.p, x, row)[0].valid(row.there & first)].store(delta) for row, delta in both]
 
 def where_there(there:UOp, x:UOp) -> UOp:
-  """Returns the numbers or packed numbers `x`, or zeros where the condition `there` is false."""
+  """Returns `x`, numbers or packed numbers, where the condition `there` is true, and zeros elsewhere."""
   return ops.build(*[there.where(ops.extract(x, i), 0) for i in range(ops.length(x))])
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class WarpTrip(Generic[L]):
   def ds(self, weights:list[Weights], dp:list[list[UOp]], derivatives:Collection[str]|None=None) -> list[list[UOp]]:
     return [gradients_of(w, x, derivatives) for w, x in zip(weights, dp)]
   def packed(self, x:list[UOp]) -> list[UOp]:
-    """Returns the C fragments `x` of 16 rows as A operands of 16-bit numbers: one operand for every two fragments."""
+    """Returns the C fragments `x` of 16 rows, rounded to 16 bits, as operands A: each operand is made of two fragments."""
     return [nv.pack_a([a, b], self.warp_rows.p.dtype) for a, b in zip(x[0::2], x[1::2])]
   def rounded(self, ds:list[list[UOp]]) -> list[list[UOp]]: return [self.packed(x) for x in ds]
   def kept(self, weights:list[Weights]) -> list[list[UOp]]:

@@ -32,7 +32,7 @@ class Warps:
 
   @staticmethod
   def of(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], shapes:Shapes|None=None, parts:int=0) -> Warps:
-    """Makes the warps of a block that owns queries, in a kernel that takes the tensors `args`."""
+    """Makes the object for a thread block that owns queries, in a kernel that takes the tensors `args`."""
     # the parameters as in `Workgroup.of`
     grid = head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
@@ -41,7 +41,7 @@ class Warps:
   @staticmethod
   def of_keys(p:Problem, arch:Chip, tile:BlockTile, mat:Mma, args:tuple[UOp, ...], shapes:Shapes, parts:int=0, grid:Grid|None=None,
               lds:UOp|None=None) -> Warps:
-    """Makes the warps of a block that owns keys, in a kernel that takes the tensors `args`."""
+    """Makes the object for a thread block that owns keys, in a kernel that takes the tensors `args`."""
     # `grid` is given if the caller has made it already; the other parameters as in `Workgroup.of_keys`
     if grid is None: grid = kv_head_in_group_fastest(p, tile, mat)
     at = MmaLane(grid.lane, grid.wave, mat)
@@ -52,7 +52,7 @@ class Warps:
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:
-    """Returns the two queries that this lane holds of the 16 queries that begin at query `first` of the block."""
+    """Returns the two queries of which this lane holds scores, among the 16 queries that begin at query `first` of the block."""
     return [self.group.row(first, self.at.matrix.c_row(self.at.lane, r)) for r in range(nv.ROWS)]
 
   # ***** global -> shared memory *****

@@ -182,7 +182,7 @@ class PlainBackward(Rectangle):
 
 @dataclass(frozen=True)
 class PlainTrip:
-  """The steps of a backward kernel on part number `t` of the keys (or queries), where each tile has `tile.parts` parts."""
+  """The steps of a backward kernel on part number `t` of the rows over which it loops; each tile has `tile.parts` parts."""
   # accesses to local memory come after the operations `ready`
   of: PlainBackward
   t: UOp
@@ -190,7 +190,7 @@ class PlainTrip:
 
   @functools.cached_property
   def firsts(self) -> list[UOp]:
-    """Index, in the sequence, of the first row of each group of four neighbouring rows of the tile that this thread computes."""
+    """Indices in the sequence: of the first row of each group of four neighbouring rows of the tile that this thread computes."""
     return [self.of.part_scores.row(self.t*self.of.part_scores.block_n) + self.of.result_row(i) for i in range(0, self.of.tile.walked, QUAD)]
   @functools.cached_property
   def left(self) -> list[KeptHere]:

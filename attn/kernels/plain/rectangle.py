@@ -70,7 +70,7 @@ OfQuad = TypeVar("OfQuad")
 def nth(quads:Sequence[UOp], i:int) -> UOp: return ops.extract(quads[i//QUAD], i%QUAD)
 def in_quads(x:Sequence[OfQuad]) -> list[Sequence[OfQuad]]: return [x[i:i + QUAD] for i in range(0, len(x), QUAD)]
 def turned_over(rows:list[list[UOp]]) -> list[list[UOp]]:
-  """Transposes a matrix whose rows are lists of vectors of four numbers."""
+  """Returns the transpose of a matrix, given as rows that are lists of vectors of four numbers."""
   # for example, scores with a list for each walked row, in quads of own rows, become scores with a list for each own row, in quads of walked rows
   columns = [[nth(row, i) for row in rows] for i in range(len(rows[0])*QUAD)]
   return [[ops.build(*quad) for quad in in_quads(column)] for column in columns]
@@ -244,7 +244,7 @@ class Rectangle:
     block, loop = self.loop(self.blocks(acc))
     return UOp.group(*[x.store(ops.splat(0.0, QUAD)) for x in self.block_of(acc.after(*loop), block)]).end(*loop)
   def in_rows(self, registers:Sequence[UOp]) -> list[list[UOp]]:
-    """Loads `registers`, which hold a matrix row by row, and returns a list of vectors for each row."""
+    """Loads `registers`, in which a matrix lies row by row, and returns a list of vectors for each row."""
     n, found = len(self.quads), [x.load() for x in registers]
     return [found[i:i + n] for i in range(0, len(found), n)]
   def barrier(self, *deps:UOp) -> UOp: return UOp.group(*deps) if self.tile.alone else workgroup_barrier(UOp.group(*deps))

@@ -81,7 +81,7 @@ class WgmmaFewQueries(WgmmaBackward):
     return s.after(workgroup_barrier(s.done))
 
   def copies_of_query_values(self, shared:UOp, place:RingPlace) -> list[UOp]:
-    """Returns the statements that copy or store lse and delta of all queries to shared memory."""
+    """Returns the statements by which lse and delta of all queries come to shared memory: copies, or stores of values in registers."""
     # lse is copied, and delta is stored as soon as it is computed
     rows, group, n, at = self.queries, self.queries.warps.group, self.tile.block_n, self.queries.warps.at
     floats, first = shared.bitcast(dtypes.float), self.place_of_query_values(place)*4

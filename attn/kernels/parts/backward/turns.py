@@ -42,7 +42,7 @@ class Turns:
 
   @staticmethod
   def of(group:Workgroup, wave:UOp, lane:UOp) -> Turns|None:
-    """Makes the turns of a wave, or returns None if workgroups may add to dQ in any order."""
+    """Makes the object for a wave, or returns None if workgroups may add to dQ in any order."""
     # if the queries are divided into parts, a turn is for a single tile, because the next tile can belong to another part
     return Turns(group, wave, lane.eq(0), 1 if group.split else TILES_OF_TURN) if "dq_turns" in group.given else None
 
@@ -91,7 +91,7 @@ def some_turn_ended(group:Workgroup, tile:BlockTile) -> UOp:
   return flat(group.given["dq_turns"])[group.first_sums(group.first_head)*TURNS_OF_SUMS + first_tile*tile.waves].load() > 0
 
 def first_turns(group:Workgroup, thread:UOp) -> list[UOp]:
-  """Returns the stores of 0 to the counters with which workgroups later wait for their turns to add to dQ."""
+  """Returns the stores of 0 to the counters of turns, on which workgroups that add to dQ later wait."""
   # The kernel that sets dQ to 0 makes these stores: each workgroup stores to the counters of its own tile of queries, with its first threads. The
   # workgroup of the very first tile also sets the counter of tickets to 0.
   if (counters := group.given.get("dq_turns")) is None: return []

@@ -45,12 +45,12 @@ def split_into(p:Problem, number:int) -> Problem:
 
 @cache_of_kernels
 def of_backward(p:Problem) -> Problem:
-  """Returns `p` with lse (and with wide scores lse_rest) as outputs, as the forward kernel needs it before a backward pass."""
+  """Returns `p` with the outputs lse and, with wide scores, lse_rest, which the forward kernel must write if a backward pass follows."""
   # lse_rest: the part of the lse that rounding to fp32 lost
   return replace(p, return_lse=True, lse_rest=p.wide_scores)
 
 def log_sums(tensors:Mapping[str, X]) -> dict[str, X]:
-  """Returns only those of the kernel's tensors that hold the logarithm of the sum: lse and, if there is one, lse_rest."""
+  """Returns those of `tensors` that hold the logarithm of the sum of exp(score): lse and, if there is one, lse_rest."""
   return {name: x for name, x in tensors.items() if name in ("lse", "lse_rest")}
 
 def dq_arguments(p:Problem, dlse:bool=False, parts:int=0) -> Shapes:
@@ -125,7 +125,7 @@ def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
           "delta": x["lse"], "do": x["o"], **extras_of_backward(p)}
 
 def size_of_sum(p:Problem, block_m:int, block_n:int) -> tuple[int, ...]:
-  """Returns the shape of the sum that a kernel with tiles of `block_m` queries by `block_n` keys writes for the gradient of a bias."""
+  """Returns the shape of the sum of dS that a kernel with tiles of `block_m` queries by `block_n` keys writes for the gradient of a bias."""
   # The sum of dS that `sum_over_scores(p)` describes. A sum over diagonals adds dS of all scores with equal query number minus key number: the kernel
   # then adds up all tiles that lie on one diagonal, and writes one tile for each diagonal.
   found = sum_over_scores(p)

@@ -8,7 +8,7 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Lane:
-  """A thread's position in a matrix tile on AMD: column `n` of the tile, and lane group `h`."""
+  """A thread's position in a matrix tile of an AMD instruction: `n` is its column of C, and `h` its lane group."""
   lane: UOp
   wave: UOp
   matrix: Matrix
@@ -88,7 +88,7 @@ def sum_over_groups(x:UOp, matrix:Matrix) -> UOp:
 # Rows are read in units of 16 bytes. Of g lane groups, group h reads units h, h + g, h + 2*g, ... Duplicated lanes each read all units.
 
 def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
-  """Returns which 16-byte units of a row a lane of lane group `h` reads, as operand of a product over `length` elements."""
+  """Returns which 16-byte units of a row a lane of lane group `h` reads, for a product that sums over the `length` elements of the row."""
   if matrix.duplicated: return [UOp.const(u) for u in range(length//matrix.unit)]
   return [h + u*matrix.groups for u in range(length//(matrix.unit*matrix.groups))]
 

@@ -100,7 +100,7 @@ class CopiedLayout(SharedLayout):
 
 @dataclass(frozen=True)
 class SwizzledRows(CopiedLayout):
-  """Layout of rows of whole 128-byte lines, whose 16-byte units are permuted by xor with the row's number."""
+  """Layout of rows of whole 128-byte lines. In each line, 16-byte unit u of row r lies at position u xor r%8."""
   # As a result, the eight rows of an 8x8 matrix that ldmatrix reads lie in different banks, and so do the eight units of a line that threads copy.
   @property
   def stride(self) -> int: return round_up(self.units, LINE)
@@ -182,7 +182,7 @@ class LdsTile(InLds):
     """Returns the LDS buffer as an array of elements of 16/`pieces` bytes."""
     return self.buffer.bitcast(ops.u32(4//pieces))
   def from_row(self, row:UOp) -> LdsTile:
-    """Returns the part of this tile that begins at row `row`, a multiple of 16."""
+    """Returns a tile for the rows from row `row` on, a multiple of 16, of this tile."""
     return replace(self, layout=self.layout.moved_to(self.layout.place(row, UOp.const(0))))
   def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.layout.place(row, unit)].load()
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)

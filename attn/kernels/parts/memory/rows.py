@@ -21,7 +21,7 @@ def halves(words:UOp, dtype:str) -> list[UOp]:
 
 @dataclass(frozen=True)
 class GlobalRows:
-  """Rows of one head of a tensor in global memory."""
+  """Rows of one head of a tensor in global memory: the buffer, where the rows begin, and how they are loaded."""
   buffer: UOp
   base: UOp     # flat index of row 0, in elements
   stride: int   # distance between rows, in elements

@@ -1,4 +1,4 @@
-"""Gives out the numbers by which tinygrad distinguishes the ranges, registers and LDS buffers of a kernel."""
+"""Makes the ranges, registers and LDS buffers of a kernel, each with a number by which tinygrad tells them apart."""
 from __future__ import annotations
 import itertools
 from typing import Self
@@ -10,7 +10,7 @@ LDS_UNIT = ops.u32(4)
 class InLds:
   """Base class of objects that lie in LDS, such as tiles."""
   def after(self, *deps:UOp) -> Self:
-    """Returns the object such that its loads and stores come after the operations `deps`."""
+    """Returns this object with loads and stores that come after the operations `deps`."""
     raise NotImplementedError
 
 class Allocator:

@@ -93,7 +93,7 @@ def outside(p:Problem, x:Extent, batch:UOp, given:Mapping[str, UOp], keys:bool=F
 
 @dataclass(frozen=True)
 class Blocks:
-  """The tiles `begin` <= t < `end` over which a workgroup loops."""
+  """The tiles `begin` <= t < `end` over which a workgroup loops, and which of them no mask touches."""
   begin: UOp
   full_begin: UOp   # in the tiles from full_begin up to, but not including, full_end no mask hides a score
   full_end: UOp

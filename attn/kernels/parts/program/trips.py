@@ -126,7 +126,7 @@ class StagedTrips(Generic[S]):
     return UOp.group(worked, self.to_lds(s.lds_after(free), t + 1, parts))
 
   def walk(self, s:S, tiles:Blocks, work:TileWork[S]) -> S:
-    """Loops over `tiles` with the body `work(state, tile, masked)`, and returns the state after the loop."""
+    """Makes loops over `tiles` with the body `work(state, tile, masked)`, and returns the state after them."""
     return over_tiles(self.first(s, tiles), tiles, self.new, lambda s, t, masked: self.trip(s, t, masked, work))
 
   def trip(self, s:S, t:UOp, masked:bool, work:TileWork[S]) -> UOp:
@@ -135,7 +135,7 @@ class StagedTrips(Generic[S]):
     return self.leave(s, t, work(there, t, masked), parts)
 
   def loops(self, tiles:Blocks) -> Iterator[TileLoop[S]]:
-    """Yields the loops over `tiles`, for a kernel that writes the body of each loop itself."""
+    """Yields the loops over `tiles`, for a kernel that makes the bodies itself instead of calling `walk`."""
     return tile_loops(tiles, self.new, lambda *which: StagedLoop(self, *which))
 
 class StagedLoop(TileLoop[S]):

@@ -35,7 +35,7 @@ class LogSum:
     return LogSum(total.eq(0.0).where(NEG_INF, found), total.eq(0.0).where(0.0, ops.sub(more, ops.sub(found, reference))))
 
 def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, LogSum]:
-  """Returns (the factor by which a row of O is multiplied, 1/l; the row's LSE) from m and the row's sums of P."""
+  """Returns (factor 1/l by which the row's O is multiplied, LSE of the row), made from m and the row's sums of P."""
   # `m` is the number that the softmax subtracted from the row's scores. `totals` are sums of the resulting P: the first one, of P rounded to 16 bits,
   # is the sum by which O is divided, and the last one gives the LSE. A sink adds a term to both sums.
   m, rounded, exact = ops.mul(m, scores.to_natural), totals[0], totals[-1]

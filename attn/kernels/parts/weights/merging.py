@@ -1,5 +1,4 @@
-"""What the kernels that merge partial results have in common. Each partial result is normalised attention of the same queries over some of the
-keys."""
+"""What the kernels that merge partial results have in common. A partial result is attention over some of the keys, with its LSE."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ def rows_together(p:Problem, arch:Chip, columns:int) -> int:
 
 @dataclass(frozen=True)
 class MergedRow:
-  """The row of the output that a thread merges; the thread computes `vec` elements of this row."""
+  """The row of the output to which a thread merges partial results; the thread computes `vec` elements of the row."""
   p: Problem
   arch: Chip
   block: UOp

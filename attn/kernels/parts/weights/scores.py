@@ -81,7 +81,7 @@ class Scores:
                     self.unit_of_terms, self.limits(row, tile))
 
   def modify(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Applies the problem's score terms (softcap, ALiBi, bias) to the raw scores `x` of a row."""
+    """Returns the raw scores `x` of a row after the problem's score terms (softcap, ALiBi, bias)."""
     # without terms: times softmax_scale if `natural` is set, and unchanged otherwise
     return self.final(self.steps(x, row, tile))
 
@@ -110,10 +110,10 @@ class Scores:
     return found
 
   def mask(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Returns the scores `x` of a row with -inf where the query does not see the key, or one of them does not exist."""
+    """Returns the scores `x` of a row, with -inf in place of scores that a mask hides, or whose query or key does not exist."""
     return self._seen(self._beyond(x, row, tile, ops.mask_above, ops.mask_beyond), row, tile, NEG_INF)
   def clear(self, x:list[UOp], row:Row, tile:UOp) -> list[UOp]:
-    """Returns `x`, such as P, with 0 where the query does not see the key, or one of them does not exist."""
+    """Returns `x`, such as P of a row, with 0 in place of elements that a mask hides, or whose query or key does not exist."""
     return self._seen(self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond), row, tile, 0.0)
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:

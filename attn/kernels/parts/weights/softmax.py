@@ -63,7 +63,7 @@ class Sums:
 
 @dataclass(frozen=True)
 class Softmax(Carried):
-  """The registers of the online softmax: sums of O, m, l, and P and the scores of the iteration."""
+  """The registers of the online softmax: sums of O, m, l, and the scores and P of the iteration's tile."""
   acc: UOp           # accumulators of O^T
   m: UOp             # reference of each matrix tile of queries: the number that is subtracted from the scores
   addend: UOp        # -m*to_log2, or NaN if the rounding error of this product is too large
