@@ -129,13 +129,13 @@ class Items:
   def thread(self) -> UOp: return self.ranges[-1]
   @staticmethod
   def of_workgroups(*sizes:int) -> tuple[Items, tuple[UOp, ...]]:
-    """Divides prod(`sizes`) items over workgroups, one each; returns (division, the workgroup's index along each size)."""
+    """Divides prod(`sizes`) items, one for each workgroup; returns (the `Items`, the workgroup's index along each of `sizes`)."""
     new = Allocator()
     outer = tuple(new.range(n, AxisType.GLOBAL) for n in sizes)
     return Items(new, (*outer, new.range(THREADS_OF_A_LIST, AxisType.LOCAL))), outer
   @staticmethod
   def of_threads(*sizes:int) -> tuple[Items, UOp, list[UOp]]:
-    """Divides prod(`sizes`) items over threads, one each; returns (division, whether the thread has an item, its index along each size)."""
+    """Divides prod(`sizes`) items, one for each thread; returns (the `Items`, whether the thread has an item, its index along each of `sizes`)."""
     # a workgroup's threads take neighbouring items along the last of `sizes`
     items, outer = Items.of_workgroups(*sizes[:-1], ceildiv(sizes[-1], THREADS_OF_A_LIST))
     index = outer[-1]*THREADS_OF_A_LIST + items.thread

@@ -35,7 +35,7 @@ def _byte_perm_cuda(printer:Any, out:str, selector:int) -> str:
 instruction("byte_perm", _byte_perm, lambda printer, out, selector: f"__builtin_amdgcn_perm({{0}}, {{1}}, 0x{selector:08x}u)", _byte_perm_cuda)
 
 def byte_perm(hi:UOp, lo:UOp, selector:int) -> UOp:
-  """Returns a dword of four bytes of lo and hi (v_perm_b32). Byte i of `selector` chooses result byte i: 0 to 3 from lo, 4 to 7 from hi."""
+  """Returns a dword made of four bytes of lo and hi (v_perm_b32): byte i of `selector` says which, 0 to 3 from lo, 4 to 7 from hi."""
   return emit("byte_perm", dtypes.uint, hi, lo, selector=selector)
 
 instruction("side_by_side", lambda lanes, x: x, Body('asm("" : "+v"(x));\nreturn x;', "x"))

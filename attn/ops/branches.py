@@ -1,4 +1,4 @@
-"""Finds the stored values that must be computed before the branch that stores them, because their computation needs all lanes."""
+"""Finds values that must be computed before the branch that stores them, because all lanes must take part in computing them."""
 from __future__ import annotations
 from collections.abc import Iterator
 from attn.ops.operation import Call

@@ -30,7 +30,7 @@ BUMPS = (0x9e3779b9, 0xbb67ae85)       # added to the key from round to round: t
 PHILOX_ROUNDS = 7                      # the fewest rounds that pass all tests of BigCrush, according to the authors (section 5.1)
 
 def threshold(p:float) -> int:
-  """Returns the smallest 16-bit random number with which an element of P is kept, for a dropout probability p."""
+  """Returns the smallest 16-bit random number for which dropout keeps an element of P, where p is the dropout probability."""
   return min(round(p*STEPS_OF_P), STEPS_OF_P - 1)
 
 def philox(c:Any, counter:Sequence[Value], key:Sequence[Value]) -> list[Value]:

@@ -29,7 +29,7 @@ class Format:
   def dtype(self) -> DType: return dtypes.uchar if self.bias else dtypes.char
   @property
   def normal(self) -> float:
-    """The smallest normal number of the float format. Smaller numbers, the denormals, are multiples of normal/8."""
+    """Smallest normal number of the float format. Smaller numbers (denormals) are multiples of normal/8."""
     return 2.0**(1 - self.bias)
 
   def encode(self, x:Floats) -> Floats:
@@ -68,7 +68,7 @@ class Format:
     return self.encode(there.where(x*there.where(scale, 1.0).reciprocal(), 0.0))
 
 def rounded_steps(x:Floats, step:float) -> Floats:
-  """Returns x/step rounded to the nearest whole number, ties to even, as uint32 (negative numbers in two's complement)."""
+  """Returns x/step rounded to the nearest whole number, ties to even, as uint32; a negative number as its two's complement."""
   # the addition of 1.5 * 2^23 * step rounds: the last bit of the fp32 sum stands for one step, so the whole number lies in the low bits of the sum
   return (x + 1.5*2.0**23*step).bitcast(dtypes.uint) - (pattern(2.0**23*step) + (1 << 22))
 

@@ -98,7 +98,7 @@ class Cuda(Printer):
     low, high = (f"({bits} >= {least << 16}u ? {one}u : 0u)" for bits, one in ((f"{x.text} << 16", 1), (x.text, 1 << 16)))
     return Term(self, f"({low} | {high})", "unsigned")
   def sign_halves(self, x:Value) -> Value:
-    """Renders a dword in which all bits of each half of x are the half's highest bit, by prmt (PTX ISA 9.7.9.7)."""
+    """Renders a dword in which each 16-bit half has all its bits equal to the highest bit of this half of x, by prmt (PTX ISA 9.7.9.7)."""
     # in prmt a selector with its highest bit set replicates a byte's sign
     self.declare("sign_halves(unsigned)", f"{self.header}unsigned sign_halves(unsigned x) {{\n  unsigned y;\n"
                                           '  asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(y) : "r"(x));\n  return y;\n}')

@@ -129,7 +129,7 @@ class Hip(Printer):
     self.declare(f"{name}({x.type})", f"{self.header}{out} {name}({x.type} x) {{\n{before}{result}\n}}")
     return self.call(name, out, x)
   def at_least(self, x:Value, least:int) -> Value:
-    """Renders a dword whose lower half is 1 if the lower half of x is at least `least`, and else 0, and likewise the upper half."""
+    """Renders a dword with a comparison for each 16-bit half of x: 1 if the half is at least `least`, otherwise 0."""
     # The text subtracts least - 1, saturated at 0 (v_pk_sub_u16 with clamp), and limits the difference to 1 (v_pk_min_u16). The 1 is hidden from
     # clang, which would otherwise compare the halves one by one.
     self.declare(f"at_least_{least}(unsigned)", f"{self.header}unsigned at_least_{least}(unsigned x) {{\n"
@@ -138,7 +138,7 @@ class Hip(Printer):
                  "  return __builtin_bit_cast(unsigned, __builtin_elementwise_min(above, __builtin_bit_cast(ushort2, ones)));\n}")
     return self.call(f"at_least_{least}", "unsigned", x)
   def sign_halves(self, x:Value) -> Value:
-    """Renders a dword in which all bits of each half of x are the half's highest bit, by v_perm_b32."""
+    """Renders a dword in which each 16-bit half has all its bits equal to the highest bit of this half of x, by v_perm_b32."""
     # the selectors 8 and 9 of v_perm_b32 give the signs of the two halves of its second operand
     return Term(self, f"__builtin_amdgcn_perm({x.text}, {x.text}, 0x09090808u)", "unsigned")
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:
@@ -189,13 +189,13 @@ class Hip(Printer):
 QUAD_PERM = {1: 0xb1, 2: 0x4e}     # controls of v_mov_b32_dpp, by the bit in which the lane numbers differ, within four lanes
 
 def exchange_neighbours(bits:str, step:int) -> str:
-  """Returns HIP text for the dword `bits` of the lane whose index differs in the bit of value `step` (1, 2 or 4)."""
+  """Returns HIP text for the dword `bits` of another lane, whose index is this lane's index xor `step` (1, 2 or 4)."""
   if step in QUAD_PERM: return f"__builtin_amdgcn_mov_dpp((int){bits}, {QUAD_PERM[step]}, 15, 15, true)"
   # the mask mode of ds_swizzle_b32
   return f"__builtin_amdgcn_ds_swizzle((int){bits}, {step << 10 | 0x1f})"
 
 def exchange_rows(bits:str) -> str:
-  """Returns HIP text for the dword `bits` of the lane whose index differs in bit 4, by v_permlanex16_b32."""
+  """Returns HIP text for the dword `bits` of another lane, whose index is this lane's index xor 16, by v_permlanex16_b32."""
   # "true" permits reads of inactive lanes. No lane is inactive here; without the permission clang would copy a register first, the one whose value
   # an inactive lane would keep.
   return f"__builtin_amdgcn_permlanex16({bits}, {bits}, 0x76543210u, 0xfedcba98u, true, false)"

@@ -74,11 +74,11 @@ class Numbers:
     product = np.asarray(x).astype(np.uint64)*np.uint64(y)
     return product.astype(np.uint32), (product >> np.uint64(32)).astype(np.uint32)
   def at_least(self, x:Value, least:int) -> Value:
-    """Returns a dword whose lower half is 1 if the lower half of x is at least `least`, and else 0, and likewise the upper half."""
+    """Returns a dword with a comparison for each 16-bit half of x: 1 if the half is at least `least`, otherwise 0."""
     low, high = ((half >= least).astype(np.uint32) for half in (x & np.uint32(0xffff), x >> np.uint32(16)))
     return low | high << np.uint32(16)
   def sign_halves(self, x:Value) -> Value:
-    """Returns a dword in which all bits of each half of x are the half's highest bit."""
+    """Returns a dword in which each 16-bit half has all its bits equal to the highest bit of this half of x."""
     halves = np.ascontiguousarray(x, np.uint32).view(np.int16) >> np.int16(15)
     return halves.view(np.uint32)
   def where_bit(self, word:Value, bit:int, x:Value) -> Value:

@@ -36,7 +36,7 @@ class WarpsTile(BlockTile, Protocol[L_co]):
   @property
   def keys(self) -> bool: """Whether a thread block owns keys. If not, it owns queries."""
   def layouts(self, p:Problem, rows:int) -> tuple[L_co, L_co]:
-    """Returns the layouts of `rows` rows in shared memory: the layout for q or k, and the layout for do or v."""
+    """Returns (layout for rows of q or k, layout for rows of do or v) in shared memory, each for `rows` rows."""
 
 Normalisers = list[list[Normaliser]]     # for each own row of a lane: one for each vector of scores of this row
 Lse = list[Normalisers]                  # one entry for each tile of own rows

@@ -67,7 +67,7 @@ class Tile(ForwardShape):
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave
   def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows, PaddedRows]:
-    """Returns the layouts of Q, of K and of V^T in LDS."""
+    """Returns (layout of Q, layout of K, layout of V^T) in LDS."""
     mat = self.matrix
     return row_layout(mat, self.block_m, p.D), row_layout(mat, self.block_n, p.D), column_layout(mat, self.block_n, p.Dv)
   @property
@@ -160,7 +160,7 @@ class BackwardTile(BackwardShape):
   def __str__(self) -> str: return f"{self.block_m}x{self.block_n} {self.waves} waves {self.matrix.M}x{self.matrix.N}x{self.matrix.K}"
 
 def matrix_of_dq(p:Problem, arch:Chip) -> Matrix:
-  """Returns the matrix instruction of the product dQ = dS K, if workgroups that own keys add to dQ."""
+  """Returns the matrix instruction of the product dQ = dS K in kernels whose workgroups own keys and add to dQ."""
   large, small = arch.matrix[p.dtype]
   # the chip's larger one if four waves then each have columns of dQ of their own, and otherwise the smaller one
   return large if p.D >= WAVES_OF_DQ*large.N else small
@@ -192,7 +192,7 @@ class MlaTile(MlaShape, SharingTile):
     """Returns the number of matrix tiles, side by side in a row of O, that each wave computes."""
     return ceildiv(ceildiv(p.Dv, self.matrix.M), self.waves)
   def layouts(self, p:Problem) -> tuple[PaddedRows, PaddedRows]:
-    """Returns the layouts of K and of P in LDS."""
+    """Returns (layout of K, layout of P) in LDS."""
     return row_layout(self.matrix, self.block_n, p.D), PaddedRows(self.block_m, self.block_n//self.matrix.unit)
   def lds_bytes(self, p:Problem) -> int:
     k, weights = self.layouts(p)

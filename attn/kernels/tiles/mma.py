@@ -35,7 +35,7 @@ class MmaTile(MmaShape):
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave
   def layouts(self, p:Problem) -> tuple[SwizzledRows, SwizzledRows, SwizzledRows]:
-    """Returns the layouts of Q, of K and of V in shared memory."""
+    """Returns (layout of Q, layout of K, layout of V) in shared memory."""
     def units(width:int, size:int) -> int: return round_up(width, 2*UNIT_BYTES//size)*size//UNIT_BYTES      # ldmatrix reads two units at a time
     of_q, of_k, of_v = units(p.D, p.itemsize), units(p.D, p.key_itemsize), units(p.Dv, p.key_itemsize)
     return SwizzledRows(self.block_m, of_q), SwizzledRows(self.block_n, of_k), SwizzledRows(self.block_n, of_v)
@@ -75,7 +75,7 @@ class MlaMmaTile(MlaMmaShape, SharingTile):
     # if there is only one matrix tile of queries, no two warps compute scores of the same keys: then each warp converts what it reads
     return bool(p.stored) and self.row_tiles > 1
   def layouts(self, p:Problem) -> tuple[LongRows, LongRows, LongRows, SwizzledRows]:
-    """Returns the layouts in shared memory of Q, of K, of the rotary columns of K, and of P."""
+    """Returns (layout of Q, layout of K, layout of the rotary columns of K, layout of P) in shared memory."""
     # if the latent columns of K are stored in 8 bits, the rotary columns have 16 bits and lie apart from them; otherwise they are a part of K
     def rows(count:int, width:int, size:int) -> LongRows: return LongRows(count, round_up(width*size, LINE*UNIT_BYTES)//UNIT_BYTES)
     return (rows(self.block_m, p.D, p.itemsize), rows(self.block_n, p.k_width, p.itemsize if self.widens(p) else p.key_itemsize),
@@ -118,7 +118,7 @@ class MmaBackwardTile(MmaBackwardShape):
   @property
   def options(self) -> str: return f"passes={self.passes}"*(self.passes > 1)
   def layouts(self, p:Problem, rows:int) -> tuple[SwizzledRows, SwizzledRows]:
-    """Returns two layouts of `rows` rows in shared memory: one for rows of q or k, one for rows of do or v."""
+    """Returns (layout for rows of q or k, layout for rows of do or v) in shared memory, each for `rows` rows."""
     of_d, of_dv = (SwizzledRows(rows, round_up(d, self.matrix.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   def units_of_query_values(self, p:Problem) -> int:

@@ -106,7 +106,7 @@ class RectangleTile:
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)
   def turns(self, width:int) -> tuple[dict[str, SectionShape], ...]:
-    """Returns two groups of matrices, {name: shape} each, which use the same local memory one after the other."""
+    """Returns two dicts {name: shape} of matrices: those of the first use local memory, and later those of the second use the same bytes."""
     # The first group holds some elements of the own rows and of the walked rows, both transposed. The second group holds walked rows of at most
     # `width` elements, not transposed.
     shared = 0 if self.alone else 1

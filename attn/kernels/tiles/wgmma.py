@@ -38,7 +38,7 @@ class WgmmaTile(WgmmaShape):
   @property
   def threads(self) -> int: return self.groups*wgmma.GROUP
   def layouts(self, p:Problem) -> tuple[SwizzledPanels, SwizzledPanels, SwizzledPanels]:
-    """Returns the layouts of Q, of K and of V in shared memory."""
+    """Returns (layout of Q, layout of K, layout of V) in shared memory."""
     mat = WGMMA[p.dtype]
     k_units, columns = round_up(p.D, mat.K)//mat.unit, round_up(p.Dv, mat.K)
     # if the inputs are 8-bit floats, V lies there transposed, with rows of ones below it
@@ -106,7 +106,7 @@ class MlaWgmmaTile(MlaWgmmaShape):
     """Returns how many columns of O each warpgroup computes, a multiple of the columns that fit into 128 bytes."""
     return ceildiv(p.Dv, PANEL_COLUMNS*LATENT_GROUPS)*PANEL_COLUMNS
   def layouts(self, p:Problem) -> tuple[LongPanels, LongPanels, SwizzledPanels]:
-    """Returns the layouts in shared memory of Q, of K, and of P."""
+    """Returns (layout of Q, layout of K, layout of P) in shared memory."""
     units = round_up(p.D, PANEL_COLUMNS)//self.matrix.unit
     return LongPanels(self.block_m, units), LongPanels(self.block_n, units), SwizzledPanels(self.block_m, self.block_n//self.matrix.unit)
   def weights(self, p:Problem) -> SwizzledPanels:
@@ -144,7 +144,7 @@ class WgmmaBackwardTile(WgmmaBackwardShape):
   @property
   def threads(self) -> int: return self.groups*wgmma.GROUP
   def layouts(self, p:Problem, rows:int) -> tuple[SwizzledPanels, SwizzledPanels]:
-    """Returns two layouts of `rows` rows in shared memory: one for rows of q or k, one for rows of do or v."""
+    """Returns (layout for rows of q or k, layout for rows of do or v) in shared memory, each for `rows` rows."""
     of_d, of_dv = (SwizzledPanels(rows, round_up(d, wgmma.K)//self.matrix.unit) for d in (p.D, p.Dv))
     return of_d, of_dv
   @property

@@ -301,7 +301,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
                              self.of.tile.keeps_dq))
 
   def zero_for_missing_keys(self, ds:list[UOp]) -> list[UOp]:
-    """Returns `ds`, with 0 for keys beyond the last key."""
+    """Returns `ds`, dS as C fragments, with 0 for keys beyond the last key."""
     # for a missing key P = exp(0 - lse) can be inf, and dS too, which would enter dQ, a sum over the keys
     there = [below(row.index, self.of.group.sequence.n_k) for row in self.warp_rows.of_lane[0]]
     if all(x.op is Ops.CONST and x.arg for x in there): return ds

@@ -271,7 +271,7 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     return rows.moved_to(self.tile.first_v(self.p) + self.stages*v.size + self.stage(t, self.tile.given_stages(self.p))*rows.size)
 
   def copied_bytes(self, s:WgmmaState, t:UOp) -> WgmmaState:
-    """Starts this thread's copies of 8-bit floats, K of tile t and V of tile t + 1, and returns the state."""
+    """Starts this thread's copies of K in tile t and of V in tile t + 1, both in 8-bit floats, and returns the state."""
     s = s.do(*self.warps.copies_of("k", s.shared, t, self.k_panels(t)), *self.warps.copies_of("v", s.shared, t + 1, self.given_v(t + 1)))
     return s.do(nv.commit(s.done))
 
