@@ -67,7 +67,7 @@ def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:st
   return x
 
 def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
-  """Returns one dword with the dropout bits of all lanes that share a query; this lane gives the bits `x`, which begin at bit `place`."""
+  """Returns one dword with the dropout bits of all lanes that share a query; this lane gives `x`, its bits from bit `place` of the dword on."""
   # `x` has this lane's bits in its lowest bits, `place` is their position in the dword. Lanes whose indices differ by a distance in `steps` exchange
   # their bits, by the instruction `exchange` (`Matrix.exchange`).
   return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)
