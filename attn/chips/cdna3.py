@@ -49,6 +49,8 @@ BYTES_ON_CDNA3 = (
 AT_ONCE_ON_CDNA3 = {64: (ShapeAtOnce(BackwardShape(4, 32, ahead=6), ("sinks", "kv_lengths", "alibi", "softcap")),),
                     128: (ShapeAtOnce(BackwardShape(4, 32, ahead=16)),)}
 
+LONG_DQ = BackwardShape(4, 32, fenced=8, sparing=True, read_ahead=1)     # of dq above D = 128
+
 # the last two shapes in `pipes` of CDNA3 and of CDNA4 are for 8-bit inputs
 CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000, tables="cdna", agprs=True, matrix={
     "float16": (mfma(32, 8, "f16", "half"), mfma(16, 16, "f16", "half")),
@@ -61,8 +63,10 @@ CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000,
   plain_dq=(UpTo(64, BackwardShape(4, 64, fenced=2), options=(*NO_OPTION, "softcap")),
             UpTo(64, BackwardShape(4, 64, prefetch=0), options=("alibi",)), PLAIN_DQ_128,
             UpTo(128, BackwardShape(4, 64, fenced=8), options=NO_BIAS), *(UpTo(d, BackwardShape(4, 64), options=("bias",)) for d in (64, 128)),
-            *(UpTo(d, BackwardShape(4, 32, fenced=8, sparing=True, read_ahead=1), options=AT_MOST_ONE) for d in (192, 256))),
-  plain_dkdv=(UpTo(192, BackwardShape(4, 32, fenced=8, read_ahead=1)),),
+            UpTo(192, LONG_DQ, options=(*NO_OPTION, *NO_BIAS)), UpTo(192, BackwardShape(4, 32, sparing=True, read_ahead=1), options=("bias",)),
+            UpTo(256, LONG_DQ, options=AT_MOST_ONE)),
+  plain_dkdv=(UpTo(192, BackwardShape(4, 32, fenced=8, read_ahead=1)),
+              UpTo(192, BackwardShape(4, 32, fenced=8, sparing=True, read_ahead=1), options=("softcap",))),
   latent=LATENT_ON_CDNA, at_once=AT_ONCE_ON_CDNA3,
   counters=COUNTERS_ON_CDNA, machine=CDNA3_MACHINE)
 

@@ -53,7 +53,7 @@ RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_
   forward=FORWARD_ON_RDNA3, dq=DQ_ON_RDNA3, dkdv=DKDV_ON_RDNA3, dbias=DBIAS_ON_RDNA3,
   plain_forward=(UpTo(64, ForwardShape(4, 1, 64, fenced=True, prefetch=0), options=("softcap", "dropout_p")),
                  UpTo(64, ForwardShape(4, 1, 64, fenced=True), options=("window",)),
-                 UpTo(128, ForwardShape(4, 1, 32, fenced=True, prefetch=0), options=("softcap", "alibi")),),
+                 UpTo(128, ForwardShape(4, 1, 32, fenced=True, prefetch=0), options=("window", "softcap", "alibi")),),
   plain_dq=PLAIN_DQ_ON_RDNA3, plain_dkdv=(PLAIN_DKDV_192_ON_RDNA,), latent=LATENT_ON_RDNA,
   counters=Counters("vmcnt", "vscnt", "lgkmcnt", "lgkmcnt", {"vmcnt": ((10, 6),), "lgkmcnt": ((4, 6),)}), machine=RDNA3_MACHINE)
 

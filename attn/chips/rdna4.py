@@ -35,7 +35,9 @@ PLAIN_DQ_ON_RDNA4 = (
   UpTo(64, BackwardShape(8, 32, prefetch=2)), UpTo(64, BackwardShape(4, 32), options=("bias",)),
   UpTo(128, BackwardShape(4, 32, fenced=2, read_ahead=1), options=NO_BIAS),
   UpTo(128, BackwardShape(4, 16, fenced=2, sparing=True, read_ahead=3), options=("bias",)),
-  UpTo(192, BackwardShape(2, 16, BOTH, fenced=2, sparing=True, read_ahead=3), options=(*NO_OPTION, *NO_BIAS)),
+  UpTo(192, BackwardShape(2, 16, BOTH, fenced=2, sparing=True, read_ahead=3), options=(*NO_OPTION, "softcap", "alibi")),
+  UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, read_ahead=3, by_item=True), options=("bias",)),
+  UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, read_ahead=3), options=("dropout_p",)),
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3), options=AT_MOST_ONE))
 PLAIN_DKDV_ON_RDNA4 = (UpTo(64, BackwardShape(4, 16, fenced=2, prefetch=0, read_ahead=1), options=("window",)), PLAIN_DKDV_192_ON_RDNA)
 
@@ -54,6 +56,8 @@ RDNA4 = Family("rdna4", wave=32, vgprs=256, busy_waves=2, dual_issue=True, descr
   pipes=Pipes(simds=2, valu=1, trans=4, lds_read=128, lds_write=128, coissue=False, matrix_issue=0, max_waves=16, lds_granule=1024, flops=1024,
               matrix={"16x16x16": 16, "16x16x16_fp8": 8}),
   packs_again=True, forward=FORWARD_ON_RDNA4, forward_of_bytes=BYTES_ON_RDNA4, dq=DQ_ON_RDNA4, dkdv=DKDV_ON_RDNA4, dbias=DBIAS_ON_RDNA4,
+  plain_forward=(UpTo(192, ForwardShape(8, 1, 32, fenced=True, prefetch=2), options=("bias",)),
+                 UpTo(256, ForwardShape(8, 1, 16, prefetch=0), options=("dropout_p",))),
   plain_dq=PLAIN_DQ_ON_RDNA4, plain_dkdv=PLAIN_DKDV_ON_RDNA4, latent=LATENT_ON_RDNA,
   counters=Counters("loadcnt", "storecnt", "dscnt", "kmcnt"), machine=RDNA4_MACHINE)
 

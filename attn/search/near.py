@@ -156,7 +156,12 @@ NOT_TAKEN = {("gfx90a", "64", "dkdv", ""): "kept: LDS has room for only six wave
              ("gfx1100", "128", FORWARD, ""): "kept: it loads nothing ahead, and is to be measured first",
              ("gfx950", "128", "dkdv", "bias"): "kept: the other spills if query heads share keys",
              ("gfx1201", "128", "dkdv", "bias"): "kept: the other spills if query heads share keys",
-             ("gfx1100", "128", "dkdv", "softcap"): "kept: the other spills if query heads share keys"}
+             ("gfx1100", "128", "dkdv", "softcap"): "kept: the other spills if query heads share keys",
+             ("gfx942", "192", "dkdv", "alibi"): "kept: the other spills with uneven rows",
+             **dict.fromkeys((("gfx942", "256", FORWARD, "dropout"), ("gfx950", "192", "dq", "dropout"), ("gfx950", "256", "dq", "bias"),
+                              *(("gfx950", "256", FORWARD, option) for option in ("window", "alibi", "dropout")),
+                              *(("gfx1100", "256", "dq", option) for option in ("window", "softcap")), ("gfx1100", "64", "dkdv", "dropout")),
+                             "kept: the other was not compiled for uneven rows and shared keys")}
 
 def result_of(spec:Spec, gain:float) -> str:
   """Returns "better" if a faster tile that the search found should replace the table's tile, otherwise why the table keeps its tile."""

@@ -107,7 +107,9 @@ def test_rows_of_the_table_are_kept_and_replaced() -> None:
 
 # ***** the committed file *****
 
-ROWS = read_near((Path(__file__).parents[2]/"docs"/"data"/"search_near.csv").read_text())
+DATA = Path(__file__).parents[2]/"docs"/"data"
+ROWS = read_near((DATA/"search_near.csv").read_text())
+PAGE_NAMES = {"forward": FORWARD, "dq": "dq", "dk and dv": "dkdv"}     # names of the kernels in docs/timing.md
 def spec_of(row:tuple[str, ...]) -> Spec: return Spec(row[0], int(row[1]), "bfloat16", "causal", row[2], row[3])
 IN_USE = [row for row in ROWS if row[4] in (IN_TABLE, BOTH_IN_ONE)]
 
@@ -116,6 +118,13 @@ def test_the_file_has_the_tiles_of_the_tables() -> None:
   assert {row[0] for row in IN_USE} <= set(SEARCHED) and {row[2] for row in IN_USE} == {FORWARD, *BACKWARD}
   for row in IN_USE: assert tile_text(tile_of(spec_of(row), row_in_use(spec_of(row)))) == row[5], row
   assert not [row for row in ROWS if row[-1] == "better"]
+
+def test_the_page_has_the_gains_of_the_tiles_that_were_changed() -> None:
+  # docs/timing.md has the least and the largest gain, in the worst variant, of the tiles of search_near_before.csv, for each kernel.
+  changed = [row for row in read_near((DATA/"search_near_before.csv").read_text()) if row[-1] == "better" and row[-2]]
+  gains = {kernel: [float(row[-2][:-1]) for row in changed if row[2] == kernel] for kernel in (FORWARD, *BACKWARD)}
+  said = ", ".join(f"{name} {round(min(gains[kernel]))} to {round(max(gains[kernel]))}%" for name, kernel in PAGE_NAMES.items())
+  assert said in (DATA.parent/"timing.md").read_text()
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("row", IN_USE, ids=lambda row: str(spec_of(row)))
