@@ -256,7 +256,7 @@ REFUSED_AT_ONCE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
   "dropout beside slopes": ({}, dict(dropout_p=0.1, alibi_slopes=Tensor.empty(2)), "alibi with dropout_p: it would have too few registers"),
   "dropout and part blocks": (dict(Sk=2100), dict(dropout_p=0.1), "dropout_p: it would have too few registers if Sq or Sk is no multiple"),
   "few blocks in order": (dict(B=2, Sk=16384), dict(deterministic=True, causal=False), "deterministic=True: .* here 16384 and 512"),
-  "causal in order": ({}, dict(deterministic=True), "deterministic=True: .* was not measured to be faster with this mask"),
+  "causal in order": ({}, dict(deterministic=True), "deterministic=True: .* is faster from 4096 queries on, here 2048"),
   "few queries in order": (dict(B=1, H=8, Sq=128, Sk=65536), dict(deterministic=True, causal=False), "deterministic=True: .* queries on, here 128"),
   "few keys in order": (dict(B=512, Sk=1024), dict(deterministic=True, causal=False), "deterministic=True: .* here 1024 and 8192"),
   "blocks": (dict(B=2), {}, "64 blocks of 128 keys: "),
@@ -308,6 +308,12 @@ def test_one_kernel_in_order_with_tiles_of_128_queries() -> None:
   for rows, one in ((4096, True), (2048, False)):
     q = Tensor.empty(128, 1, rows, 64, dtype="half")
     assert attn.explain(q, q, q, arch="sm_90", backward=True).at_once == one
+
+def test_one_kernel_in_order_under_a_causal_mask() -> None:
+  # at head dimension 128, from 4096 queries and keys and 2048 blocks of 128 keys on; without a mask from 2048 on
+  for heads, rows, causal, one in ((64, 4096, True, True), (63, 4096, True, False), (128, 2048, True, False), (128, 2048, False, True)):
+    q = Tensor.empty(1, heads, rows, 128, dtype="half")
+    assert attn.explain(q, q, q, arch="sm_90", backward=True, causal=causal).at_once == one, (heads, rows, causal)
 
 def one_kernel_or_two(deterministic:bool, *, H:int=2, Hkv:int=2, Sk:int=2048, D:int=128, packed:bool=False, slopes:bool=False, lengths:bool=False,
                       longest:int=2048, **options:Any) -> BackwardChoice:
