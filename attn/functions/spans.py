@@ -4,7 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
-from attn.functions.symbols import KEY, QUERY, depends, indices_of, is_element
+from attn.functions.symbols import KEY, QUERY, depends
 from attn.tinygrad_compat import Ops, UOp, dtypes
 
 # A one-sided expression of a mask is an expression that depends on the query or on the key, but not on both. For example the mask `i//64 ==
@@ -148,12 +148,6 @@ def classes_of(mask:UOp) -> tuple[UOp, UOp]|None:
   x, y = mask.src if depends(mask.src[0], QUERY) else mask.src[::-1]
   return (x, y) if is_one_sided(x) and depends(y, KEY) and not depends(y, QUERY) else None
 
-def is_row_of_numbers(u:UOp) -> bool:
-  """Returns whether `u` loads an int32 element of a tensor, such that neighbouring keys load neighbouring elements."""
-  if not is_element(u) or u.dtype != dtypes.int: return False
-  *others, last = indices_of(u)
-  return last is KEY and not any(depends(x, KEY) for x in others)
-
 def one_sided_expressions(mask:UOp) -> list[UOp]:
   """Returns the expressions in a mask that depend on the query alone or on the key alone: [i//64, tokens[j]] for i//64 == tokens[j]."""
   found = dict[UOp, None]()
@@ -168,3 +162,11 @@ def span_of(mask:UOp, extremes_of:Callable[[UOp], Extremes]) -> Extremes:
   one-sided expressions."""
   # `extremes_of` returns the lowest and the highest value of an expression of the query alone or of the key alone.
   return MaskSpans(extremes_of).condition(mask).extremes
+
+def may_be_whole(mask:UOp) -> bool:
+  """Returns whether the lowest and highest values of a mask's parts may prove, for some tile, that the mask hides none of its scores."""
+  def unknown(u:UOp) -> Extremes:
+    if u.dtype == dtypes.bool: return Extremes(*[UOp.variable(name, False, True, dtypes.bool, param=True) for name in ("low", "high")])
+    kind = ORDERED[u.dtype]
+    return Extremes(*[UOp.variable(name, kind.min, kind.max, kind, param=True) for name in ("low", "high")])
+  return bool(span_of(mask, unknown).low.simplify() is not FALSE)

@@ -1,9 +1,8 @@
 """Instructions of NVIDIA's mma.sync kernels that tinygrad has no UOp for, each as CUDA text and as the numpy function that the emulator runs."""
 from __future__ import annotations
-import itertools
 from typing import Any
 import numpy as np
-from attn.ops.common import f32, loaded_within, u32
+from attn.ops.common import f32, u32
 from attn.ops.interpret_cuda import declare_mma
 from attn.ops.language import compound, instruction
 from attn.ops.operation import Array, Value
@@ -175,24 +174,6 @@ def _clear(c:Any, acc:Value, *, count:int) -> Value:
   for i in range(count): c.store(acc, i, c.splat(c.number(0.0), 4))
   return c.number(0.0)
 
-def _keep_equal(lanes:Any, acc:Any, gate:Array, low:Array, high:Array, base:Any, records:Array, offset:Array, *_:Any,
-                distances:tuple[int, ...]) -> Array:
-  numbers = [loaded_within(lanes, base, records, offset + 4*n, 4).view(np.int32) for n in distances]
-  for i in range(len(numbers)//2):
-    same = np.stack([number == lanes.full(own) for own in (low, high) for number in numbers[2*i:2*i + 2]])
-    lanes.store_register(acc, i, np.where(same, lanes.load_register(acc, i), np.float32(-np.inf)), lanes.active & gate)
-  return np.zeros(len(lanes.active), np.float32)
-
-def _keep_equal_text(printer:Any, out:str, distances:tuple[int, ...]) -> Body:
-  def number(n:int) -> str: return f"(offset + {4*n + 4}u > (unsigned)records ? 0 : *(const int*)((const char*)base + offset + {4*n}u))"
-  lines = ["if (!gate) return 0.0f;", *(f"int of_{n} = {number(n)};" for n in distances)]
-  for i, pair in enumerate(zip(distances[::2], distances[1::2])):
-    elements = [f"of_{n} == {own} ? acc[{i}].{e} : -INFINITY" for e, (own, n) in zip("xyzw", itertools.product(("low", "high"), pair))]
-    lines.append(f"acc[{i}] = make_float4({', '.join(elements)});")
-  return Body("\n".join([*lines, "return 0.0f;"]), "acc gate low high base records offset", name=f"keep_equal_{len(distances)}")
-
-instruction("keep_equal", _keep_equal, cuda=_keep_equal_text)
-
 @compound("zero", inline=True)
 def _zero(c:Any, order:Value) -> Value: return c.splat(c.number(0.0), 4)
 
@@ -202,11 +183,6 @@ def zero(after:UOp) -> UOp:
 def clear(acc:UOp, *after:UOp) -> UOp:
   """Returns a statement that sets all C fragments in the register array `acc` to zero."""
   return statement("clear", acc[0], *after, count=acc.max_numel())
-def keep_equal(acc:UOp, gate:UOp, own:list[UOp], numbers:UOp, distances:list[int], after:UOp) -> UOp:
-  """Returns a statement that, where `gate` is true, sets each score in `acc` to -inf whose row and column have different numbers (segments)."""
-  # `own` has the numbers of the lane's two rows. `numbers` loads the number of the lane's first column, by `ops.buffer_load`; `distances` says how
-  # many elements after it the number of each of the lane's columns lies. The numbers are loaded only if `gate` is true.
-  return statement("keep_equal", acc[0], gate, *own, *numbers.src[:3], after, distances=tuple(distances))
 def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
   """Returns 8 neighbouring elements of a row of a result, multiplied by `factor`, rounded to the 16-bit `dtype` and packed into 16 bytes."""
   # a lane has two of these elements in each of four neighbouring C fragments; `row` is 0 or 1, for the first or the second of the lane's two rows

@@ -10,6 +10,7 @@ from tinygrad import TinyJit
 import attn
 from attn.accuracy import judge
 from attn.calls import checked_kernel, tile_lists as calls_tile_lists
+from attn.calls.gradient import lists_of_backward, lists_of_forward, of_backward, split_into
 from attn.calls.tile_lists import tile_lists
 from attn.chips import Chip, get_chip
 from attn.chips.matrix import MMA
@@ -23,13 +24,15 @@ from attn.kernels.nvidia import gradient_sums
 from attn.kernels.parts.backward.turns import Turns
 from attn.kernels.parts.program.blocks import TileList, list_length
 from attn.kernels.parts.weights.scores import Scores
-from attn.kernels.tile_lists import ListedBlocks
+from attn.kernels.tile_lists import ListedBlocks, SeenTiles, seen_in_tiles, table_arguments
 from attn.kernels.tiles.wgmma import WgmmaBackwardTile
-from attn.kernels.wgmma.forward import WgmmaForward
+from attn.kernels.wgmma import forward as wgmma_forward
+from attn.ops import hopper
+from attn.ops.pairs import PairOperands
 from attn.ops.renderers import render
 from attn.problem import Problem
 from attn.score.masks import hiding
-from attn.tinygrad_compat import GlobalCounters, Tensor, UOp, dtypes
+from attn.tinygrad_compat import Context, GlobalCounters, Tensor, UOp, dtypes
 from attn.values import FLOATS, INTS
 from api_cases import emulated, lists, whole
 from cases import Inputs, array, expected, expected_gradients, floats, normal, problem, tensor
@@ -133,6 +136,26 @@ def test_lists_say_when_a_block_has_its_turn(name:str, keys:int) -> None:
     turns = expected_turns(got, block, lambda b: len(got) - 1 - b if hiding(p).after else b)
     assert got[block, alone.shape[-1]:][:len(turns)].tolist() == turns, block
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("block_m, block_n, of_table", ((64, 32, None), (64, 32, (32, 32)), (32, 64, (16, 32))))
+@pytest.mark.parametrize("over", ("keys", "queries"))
+def test_lists_of_batches_with_lengths(over:str, block_m:int, block_n:int, of_table:tuple[int, int]|None) -> None:
+  # Tiles with keys or queries that do not exist count as partly hidden if the kernel loops over these. In a loop over the other side they do not
+  # matter. Lists do not depend on the size of the tiles in the table from which they are made.
+  case = Case(lambda b, h, i, j: ((i + 512)//128 + j//128).ne(5), lambda b, h, i, j: (i + 512)//128 + j//128 != 5)
+  lengths = np.array([160, 200, 0, 72])
+  p = problem(B=4, Sq=130, Sk=210, extras={"kv_lengths": lengths.astype(np.int32)}, **functions_of(None, case.mask, ()))
+  sizes = None if of_table is None else of_table if over == "keys" else of_table[::-1]
+  x = ListedBlocks(p, over, block_m, block_n, 4, (1, 1), True, of_table=sizes)
+  with emulated("gfx942"):
+    got = tile_lists(x, "EMU::gfx942", {"kv_lengths": Tensor(lengths.astype(np.int32), device="EMU::gfx942")}).numpy()
+  for b, n in enumerate(lengths):
+    left = case.of_numbers(b, 0, *np.ogrid[n - 130:n, :n])
+    if over == "queries": left = left.T
+    for block in range(x.blocks):
+      own = left[block*block_m:(block + 1)*block_m]
+      assert got[b, 0, block].tolist() == (expected_list(own, block_n, x.tiles) if len(own) else [0, 0, *[x.tiles]*(x.tiles + 1)]), (b, block)
+
 @dataclass(frozen=True)
 class TensorCase:
   # A mask_mod that reads tensors, in UOps (`mask`), and the same mask in numpy (`of_numbers`).
@@ -213,31 +236,60 @@ def test_attention_over_lists_agrees_with_float64(arch:str, name:str) -> None:
   laws = expected_gradients(of_bias, x, extras, do, None)
   for n, g in zip(("q", "k", "v"), gradients): assert (verdict := judge(g, laws[n])).ok, f"{n}: {verdict}"
 
-@pytest.mark.parametrize("name, loops", (("documents", 1), ("squares", 2)))
-def test_forward_has_one_loop_for_a_mask_of_classes(name:str, loops:int) -> None:
-  # If a mask compares a number of the query with an element of a tensor for the key, the wgmma forward kernel has one loop over the list of visible
-  # tiles. For another mask it has two: over the partly masked tiles and over the others.
-  p, on = sized(CASES[name], Sq=4096, Sk=4096, H=8), get_chip("sm_90")
+SPLIT = Case(lambda b, h, i, j, d: d[b, i*2 % 4096].eq(d[b, j*2 % 4096]), lambda b, h, i, j, d: d[b, i*2 % 4096] == d[b, j*2 % 4096], True)
+
+@pytest.mark.parametrize("name, loops", (("documents", 1), ("neighbourhood", 1), ("squares", 2), ("split", 2)))
+def test_forward_has_one_loop_over_a_list(name:str, loops:int) -> None:
+  # The wgmma forward kernel has one loop over a list of visible tiles, if an operation can compute the mask behind a branch, and if lowest and
+  # highest values may prove that the mask hides nothing of a tile. For the mask "split", whose elements of a tensor do not lie side by side, it has
+  # two: over the partly masked tiles and over the others.
+  p, on = sized((CASES | {"split": SPLIT})[name], Sq=4096, Sk=4096, H=8), get_chip("sm_90")
   p = with_lists(p, listing(p, on, single_kernel(p, on)[1]))
   placeholders = [UOp.placeholder(shape, (FLOATS | INTS)[kind], i) for i, (shape, kind) in enumerate(p.shapes.values())]
   assert render(single_kernel(p, on)[0](*placeholders), "sm_90").count("for (int Lidx") == loops
 
-def never_masked(m:pytest.MonkeyPatch) -> None: m.setattr(WgmmaForward, "finished", lambda self, s, t, masked: s)
-def rows_exchanged(m:pytest.MonkeyPatch) -> None:
-  classes = Scores.classes
-  m.setattr(Scores, "classes", lambda self, rows, tile: classes(self, rows[::-1], tile))
+def test_kernels_share_what_makes_their_lists() -> None:
+  # dq and dkdv take their lists from one table. For documents, the kernel that makes the table of forward makes that of backward, too, so that
+  # tinygrad compiles it once.
+  def kernel(x:SeenTiles) -> UOp:
+    return seen_in_tiles(x)(*[UOp.placeholder(shape, (FLOATS | INTS)[kind], i) for i, (shape, kind) in enumerate(table_arguments(x).values())])
+  on, sizes = get_chip("sm_90"), {"B": 1, "H": 32, "Sq": 16384, "D": 128, "dtype": "bfloat16"}
+  p = sized(CASES["neighbourhood"], **sizes)
+  dq, dkdv = lists_of_backward(split_into(of_backward(p), 1), on)
+  assert dq is not None and dkdv is not None and dq.table == dkdv.table
+  p = sized(CASES["documents"], **sizes)
+  forward, (_, all_at_once) = lists_of_forward(p, on), lists_of_backward(split_into(of_backward(p), 1), on)
+  assert forward is not None and all_at_once is not None and kernel(forward.table) is kernel(all_at_once.table)
 
-@pytest.mark.parametrize("plant", (None, never_masked, rows_exchanged))
+def never_hidden(m:pytest.MonkeyPatch) -> None: m.setattr(wgmma_forward, "keep_seen", lambda acc, gate, pairs, after: hopper.publish(after))
+def rows_exchanged(m:pytest.MonkeyPatch) -> None:
+  own = Scores.pairs
+  def exchanged(self:Scores, rows:list[Any], tile:UOp) -> PairOperands:
+    found = own(self, rows, tile)
+    return replace(found, rows=found.rows[::-1], limits=found.limits[::-1])
+  m.setattr(Scores, "pairs", exchanged)
+def columns_shifted(m:pytest.MonkeyPatch) -> None:
+  own = Scores.pairs
+  def shifted(self:Scores, rows:list[Any], tile:UOp) -> PairOperands:
+    found = own(self, rows, tile)
+    return replace(found, distances=tuple(n + 1 for n in found.distances))
+  m.setattr(Scores, "pairs", shifted)
+def without_limits(m:pytest.MonkeyPatch) -> None:
+  own = Scores.pairs
+  m.setattr(Scores, "pairs", lambda self, rows, tile: replace(own(self, rows, tile), limits=([], []), limited=()))
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name, plant", [("documents", None), ("neighbourhood", None), ("sinks and window", None), ("documents", never_hidden),
+  ("documents", rows_exchanged), ("neighbourhood", rows_exchanged), ("neighbourhood", columns_shifted), ("neighbourhood", without_limits)])
 @pytest.mark.usefixtures("without_places")
-def test_forward_over_lists_of_classes(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None]|None) -> None:
-  # o of the kernel with one loop is within the error limit of each element, and is not if the kernel is wrong
+def test_planted_fault_of_pairs(monkeypatch:pytest.MonkeyPatch, name:str, plant:Callable[[pytest.MonkeyPatch], None]|None) -> None:
+  # o of the forward kernel with one loop is within the error limit of each element, and is not if the kernel is wrong
   if plant is not None: plant(monkeypatch)
-  case, sizes = CASES["documents"], {"H": 2, "Hkv": 1, "Sq": 200, "Sk": 256, "D": 32}
+  case, sizes = CASES[name], {"H": 2, "Hkv": 1, "Sq": 150, "Sk": 200, "D": 16}
   p = sized(case, **sizes)
   x, d = normal(p), documents(p, rows=90)
   with lists(True), emulated("sm_90"):
     q, k, v = (tensor(a, p.dtype).realize() for a in (x.q, x.k, x.v))
-    o = array(attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=[Tensor(d, device="EMU").realize()]))
+    o = array(attn.attention(q, k, v, mask_mod=case.mask, mod_tensors=[Tensor(d, device="EMU").realize()]*case.documents))
   extras = {"bias": np.where(seen(p, case, d), 0, -np.inf).astype(np.float32)}
   assert judge(o, expected(problem(**sizes, extras=extras), x, extras)[0]).ok == (plant is None)
 
@@ -301,6 +353,29 @@ def test_planted_fault_of_turns_in_lists(monkeypatch:pytest.MonkeyPatch, plant:C
       monkeypatch.setenv("ATTN_EMU_ORDER", str(order))
       found.append(gradients_by_one_kernel("next document" if plant is every_sum_is_set else "documents")[0])
       np.testing.assert_array_equal(found[-1], found[0])
+
+def check_bits_of_calls_and_replays(device:str, score_mod:Callable[..., Any]|None, runs:int, **sizes:Any) -> None:
+  """Computes the gradients of q, k and v under a mask of documents in `runs` calls and in as many replays of a TinyJit. All have the same bits."""
+  p = sized(CASES["documents"], **sizes)
+  x, d = normal(p), Tensor(documents(p, rows=p.Sk//9), device=device).realize()
+  q, k, v, do = (tensor(a, p.dtype, device).realize() for a in (x.q, x.k, x.v, floats(*x.q.shape)))
+  @TinyJit
+  def gradients(d:Tensor) -> tuple[Tensor, ...]:
+    with Context(TRAINING=1): o = attn.attention(q, k, v, score_mod=score_mod, mask_mod=CASES["documents"].mask, mod_tensors=(d,))
+    return tuple(g.realize() for g in o.gradient(q, k, v, gradient=do))
+  first, *others = [[array(t) for t in of(d)] for of in [gradients.fxn]*runs + [gradients]*(2 + runs)]     # a TinyJit replays from its third call on
+  for found in others:
+    for x, y in zip(found, first): np.testing.assert_array_equal(x, y)
+
+def test_gradients_of_one_kernel_over_lists_have_the_same_bits_in_replays(monkeypatch:pytest.MonkeyPatch) -> None:
+  one_kernel(monkeypatch)
+  with lists(True), emulated("sm_90"): check_bits_of_calls_and_replays("EMU", None, 1, H=1, Sq=192, D=16)
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("score_mod", (None, pytest.param(lambda score, b, h, i, j, d: (score/20).tanh()*20, id="softcap")))
+def test_gradients_over_lists_have_the_same_bits_in_every_run(score_mod:Callable[..., Any]|None) -> None:
+  # Documents alone have one kernel for all gradients, which adds to dq in a fixed order. Documents with a score_mod have two kernels.
+  check_bits_of_calls_and_replays("CUDA", score_mod, 20, H=32, Sq=8192, D=128, dtype="bfloat16")
 
 def test_lists_of_part_tiles_change_no_bit() -> None:
   # A loop over the list of visible tiles gives the same bits as a loop over all tiles, if the mask hides some scores of every tile. Here documents

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
-from attn.functions.spans import LEAST_INT, MOST_INT, ORDERED, Extremes, one_sided_expressions, span_of
+from attn.functions.spans import LEAST_INT, MOST_INT, ORDERED, Extremes, may_be_whole, one_sided_expressions, span_of
 from attn.functions.symbols import KEY, QUERY, depends, number_of_tensor, tensor_symbol
 from attn.functions.trace import functions_of
 from attn.reference import Array
@@ -144,3 +144,12 @@ masks = st.recursive(st.builds(compared, numbers, numbers, st.integers(0, 3)), l
 @given(mask=masks, extreme=st.booleans())
 def test_spans_of_random_masks_are_true(mask:Expression, extreme:bool) -> None:
   known(lambda b, h, i, j, *t: mask(i, j, *t), "extreme" if extreme else "sorted", "random", "small")
+
+@pytest.mark.parametrize("mask, whole", (
+  (lambda b, h, i, j, t: t[i].eq(t[j]), True), (lambda b, h, i, j, t: (i % 128 - j % 128).abs() <= 6, True),
+  (lambda b, h, i, j, t: t[i].cast(dtypes.float) < 2.5, True), (lambda b, h, i, j, t: ((i - j) % 4).eq(0), False),
+  (lambda b, h, i, j, t: t[i].eq(t[j]) & ((i - j) % 4).eq(0), False)))
+def test_masks_that_may_hide_nothing_of_a_tile(mask:Mask, whole:bool) -> None:
+  # Lowest and highest values of a mask's parts prove nothing about a remainder that depends on both query and key.
+  traced = functions_of(None, mask, (((64,), "int32"),))["mask_mod"]
+  assert may_be_whole(traced.value) is whole

@@ -12,11 +12,13 @@ from attn.chips import get_chip
 from attn.chips.matrix import MMA
 from attn.emulator.chips import EMULATED, SATURATING
 from attn.emulator.matrix import MatrixUnit
+from attn.functions.symbols import KEY, QUERY
 from attn.kernels.parts.weights.softmax import Sums
 from attn.ops import amd, common as ops, dropout, numerics, nvidia as nv
 from attn.ops.branches import ACROSS_LANES
 from attn.ops.language import KernelText
 from attn.ops.operation import Call
+from attn.ops.pairs import PairOperands, keep_seen, pair_condition
 from attn.ops.renderers import C_NAMES, OperationsHIPCCRenderer, OperationsNVCCRenderer, c_type, vector_types
 from attn.kernels.tiles.wgmma import WGMMA
 from attn.ops.numerics import IN_A_DWORD
@@ -150,6 +152,20 @@ def weighed(sums:tuple[str, ...], dtype:str) -> UOp:
                for slot, (name, (count, n)) in enumerate(shapes.items())]
   return weigh(*registers, rows=nv.ROW_LANES, dtype=dtype, sums=sums, matrix=WGMMA[dtype], scale=0.18)
 
+PAIRS = {     # conditions of a query i and a key j, where the key is the column
+  "neighbourhood": lambda i, j: (i//16 - j//16).abs() + (i%24 - j%24).abs() < 5,
+  "steps": lambda i, j: ((i - j) % 3).eq(0) | ((i + j)//4).eq(1) | ((i - j)//3).ne(j % 4),
+  "choice": lambda i, j: (j < 6).where(i.eq(j), (i ^ j) < 4) & (i > 0)}
+
+def pairs_of(name:str, limited:tuple[str, ...]) -> PairOperands:
+  """Makes operands of an operation on pairs, for a condition of PAIRS. Each number of a row is drawn by itself."""
+  found = pair_condition(PAIRS[name](QUERY, KEY), KEY)
+  assert found is not None
+  slots = itertools.count(2)
+  numbers = [[i(next(slots)) for _ in of] for _ in range(nv.ROWS) for of in (found.rows, limited)]
+  distances = tuple(8*n + column for n in range(3) for column in (4, 5))     # columns are drawn from -4 on, and no key lies before 0
+  return PairOperands(found, i(next(slots)), (numbers[0], numbers[2]), (numbers[1], numbers[3]), limited, [], distances)
+
 MIDDLE = dict(first=2, count=2)
 CASES:dict[tuple[str, str], Callable[[], UOp]] = {
   **{(arch, name): make for arch in HIPS for name, make in common(8).items()},
@@ -193,6 +209,8 @@ CASES:dict[tuple[str, str], Callable[[], UOp]] = {
      for dtype in MMA for row in range(nv.ROWS)},
   **{(arch, f"mask_rows {side}"): lambda n=n, side=side: ops.mask_rows(array(3, n, 0), [i(1), i(2)], side, tuple(range(n//2)), 2)
      for arch, n in ((AMD, 8), (NVIDIA, 4)) for side in ("above", "below")},
+  **{(NVIDIA, f"keep_seen, {name}"): lambda name=name, limited=limited: keep_seen(
+      array(3, 4, 0), value(dtypes.bool, 1), pairs_of(name, limited), f(1, 99)) for name, limited in zip(PAIRS, (("first", "last"), (), ("last",)))},
   **{(NVIDIA, f"xor_lane {mask}"): lambda mask=mask: nv.xor_lane(f(), mask) for mask in (1, 2, 16)},
   (NVIDIA, "opaque_uniform"): lambda: ops.opaque_uniform(i()),
   **{(arch, name): make for arch, n in ((AMD, 8), (RDNA, 8), (NVIDIA, 4)) for name, make in of_dropout(n).items()},

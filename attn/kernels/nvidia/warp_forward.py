@@ -56,4 +56,9 @@ class WarpsForward(Generic[TileT, StateT]):
   def p(self) -> Problem: return self.warps.group.p
   @property
   def stored(self) -> StoredKeys: return StoredKeys(self.warps)
-  def loops(self) -> Iterator[TileLoop[StateT]]: return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator)
+  @property
+  def in_one_loop(self) -> bool:
+    """Whether a single loop computes the tiles in which a mask hides some scores and those in which it hides none."""
+    return False
+  def loops(self) -> Iterator[TileLoop[StateT]]:
+    return tile_loops(self.warps.group.walked, self.warps.group.grid.allocator, together=self.in_one_loop)

@@ -2,11 +2,11 @@
 with `WgmmaForward.scores`."""
 from __future__ import annotations
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from attn.chips import Chip
 from attn.chips.matrix import UNIT_BYTES
+from attn.functions.spans import may_be_whole
 from attn.kernels.nvidia.ring import Arrivals
 from attn.kernels.nvidia.warp_forward import SoftmaxState, WarpsForward
 from attn.kernels.nvidia.stored import FACTORS_OF_K, OF_K, OF_V, OF_V_WITHOUT_NANS
@@ -14,13 +14,13 @@ from attn.kernels.nvidia.warps import Warps, always
 from attn.kernels.parts.memory.layouts import LINE, SwizzledPanels, SwizzledRows, WholeRows
 from attn.kernels.parts.program.counts import below, ceildiv, round_up
 from attn.kernels.parts.program.statements import Optional, Statements, store_all, workgroup_barrier
-from attn.kernels.parts.program.trips import TileLoop
 from attn.kernels.parts.weights.dropout import kept_scores
 from attn.kernels.parts.weights.softmax import nans_of_scales
 from attn.kernels.tiles.mma import fragments
 from attn.kernels.tiles.wgmma import MOST_OF_PART, ONES_ROWS, STAGES, WGMMA, WgmmaTile
 from attn.ops import common as ops, hopper as wgmma, nvidia as nv
 from attn.ops.numerics import ONES_OF, ROUNDOFF
+from attn.ops.pairs import keep_seen
 from attn.ops.softmax import FACTORS, LANE, ONES, SMALLEST_SCALE, UNSCALED, ScalesAt, correct, weigh
 from attn.ops.stored import zero_or_nan
 from attn.problem import Problem
@@ -123,17 +123,13 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
     steps = range(own.max_numel())
     return s.store(store_all(own, [nv.ldmatrix(s.shared[q.place(row, 2*step + unit)], 0) for step in steps]))
 
-  @functools.cached_property
+  @property
   def in_one_loop(self) -> bool:
-    """Whether a single loop goes over all tiles: those in which the mask hides scores, and those in which it hides none."""
-    # With lists of tiles and a mask that only compares a number of the query with an element of a tensor for the key. A branch in the loop then
-    # decides whether the numbers are compared. With one loop the kernel has half of the code, and the compiler takes less time.
-    scores = self.warps.group.scores
-    return self.p.tile_list is not None and not (self.p.stored or self.p.of_8_bits) and scores.raw and not scores.natural and scores.in_classes
-  def loops(self) -> Iterator[TileLoop[WgmmaState]]:
-    if not self.in_one_loop: return super().loops()
-    walked = self.warps.group.walked
-    return iter([TileLoop(walked.begin, walked.end - walked.begin, True, self.warps.group.grid.allocator)])
+    # An operation decides in each iteration whether the mask is computed. With one loop the kernel has half of the code, and the compiler takes less
+    # time. Two loops are faster if the mask hides a part of every tile, as a dilated window does: the operation overlaps nothing else.
+    scores, mask = self.warps.group.scores, self.p.mask_mod
+    if scores.condition is None or mask is None or self.p.stored or self.p.of_8_bits: return False
+    return bool(scores.condition.loaded) or may_be_whole(mask.value)
 
   def scores(self, s:WgmmaState, t:UOp, masked:bool) -> tuple[WgmmaState, None]:
     # Starts the copies of the next tile only if the ring buffer holds several tiles.
@@ -204,10 +200,12 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
 
   def finished(self, s:WgmmaState, t:UOp, masked:bool) -> WgmmaState:
     """Applies score terms (bias, softcap, ...) and masks to the scores S of tile t, and returns the state."""
-    scores = self.warps.group.scores
-    if self.in_one_loop: return s.do(nv.keep_equal(s.scores, t < self.warps.group.walked.full_begin, *scores.classes(self.queries, t), s.done))
+    scores, raw = self.warps.group.scores, [s.scores[kt].load() for kt in range(s.scores.max_numel())]
+    if self.in_one_loop:
+      if not scores.unchanged: s = s.store(store_all(s.scores, scores.finished(raw, self.queries, t, False)))
+      return s.do(keep_seen(s.scores, t < self.warps.group.walked.full_begin, scores.pairs(self.queries, t), s.done))
     if not scores.in_place or ((self.p.q_scale or self.p.k_scale) and self.factor(masked) is None):
-      tiles, = self.warps.group.scaled([[s.scores[kt].load() for kt in range(s.scores.max_numel())]])
+      tiles, = self.warps.group.scaled([raw])
       return s.store(store_all(s.scores, scores.finished(tiles, self.queries, t, masked)))
     return s.do(*scores.masks(s.scores, self.queries, t, s.done)) if masked else s
 

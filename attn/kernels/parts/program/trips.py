@@ -27,12 +27,12 @@ class TileLoop(Generic[Crossing]):
     """Ends the loop's body after its last operation, `done`, and returns the state after the loop."""
     return self.before.after(done.end(self.trip))
 
-def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing]]=TileLoop) -> Iterator[TileLoop[Crossing]]:
+def tile_loops(tiles:Blocks, new:Allocator, loop:Callable[..., TileLoop[Crossing]]=TileLoop, together:bool=False) -> Iterator[TileLoop[Crossing]]:
   """Yields up to three loops over consecutive `tiles`: with masks, without masks, and again with masks; `loop` makes each of them."""
   # up to three loops: over the first tiles, where a mask may hide scores; over the tiles where no mask hides scores; and over the last tiles, where a
-  # mask may hide scores. A loop that never runs is left out.
+  # mask may hide scores. With `together` one loop over all tiles. A loop that never runs is left out.
   parts = [(tiles.begin, tiles.full_begin, True)]*tiles.masked_first + [(tiles.full_begin, tiles.full_end, False), (tiles.full_end, tiles.end, True)]
-  for first, last, masked in parts:
+  for first, last, masked in [(tiles.begin, tiles.end, True)] if together else parts:
     if (count := trip_count(last - first)) is not None: yield loop(first, count, masked, new)
 
 def over_tiles(s:Crossing, tiles:Blocks, new:Allocator, trip:Callable[[Crossing, UOp, bool], UOp]) -> Crossing:

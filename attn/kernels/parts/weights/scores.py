@@ -3,18 +3,19 @@ from __future__ import annotations
 import functools, math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from attn.functions.spans import classes_of, is_row_of_numbers
-from attn.functions.symbols import tensor_of
+from attn.functions.symbols import KEY, tensor_of
 from attn.kernels.parts.memory.lanes import Lane, MmaLane, ThreadPlace
 from attn.kernels.parts.program.blocks import Descending, TileList
 from attn.ops import common as ops
+from attn.ops.operation import integer
+from attn.ops.pairs import PairCondition, PairOperands, pair_condition
 from attn.problem import Problem
 from attn.score.lifted import Lifted
 from attn.score.masks import first_seen, last_seen, scattered, seen_each
 from attn.score.places import Walk
 from attn.score.term import BASE2, NATURAL, Fragment, Row, ScoreTerm, ScoreUnit, one, raw_unit
 from attn.score.terms import score_terms
-from attn.tinygrad_compat import UOp
+from attn.tinygrad_compat import UOp, dtypes
 from attn.values import LOG2E
 
 # Scores are exponents, and this module returns them in one of three bases. Without a term they stay raw: one fma multiplies a raw score by
@@ -44,6 +45,10 @@ class Scores:
   def terms(self) -> tuple[ScoreTerm, ...]: return score_terms(self.p)
   @property
   def raw(self) -> bool: return not self.terms
+  @property
+  def unchanged(self) -> bool:
+    """Whether the softmax gets raw scores, which nothing changes but masks."""
+    return self.raw and not self.natural
   @property
   def unit(self) -> ScoreUnit:
     """Form of the scores after all score terms: exponents of 2, exponents of e, or raw Q K^T without softmax_scale."""
@@ -140,24 +145,26 @@ class Scores:
     if (seen := seen_each(self.fragment(row, tile))) is None: return x
     return [ops.select_each(conditions, y, hidden) for conditions, y in zip(seen, x)]
 
-  @property
-  def in_classes(self) -> bool:
-    """Whether a mask_mod compares two numbers: a query sees a key if the number of the query equals the number of the key, e.g. of its document."""
-    # the number of the key is an element of a tensor, and the elements for neighbouring keys are neighbours (`classes`)
-    if self.p.mask_mod is None or len(scattered(self.p)) > 1 or self.cut: return False
-    found = classes_of(self.p.mask_mod.value)
-    if found is None or not is_row_of_numbers(found[1]): return False
-    return 4*math.prod(int(n) for n in tensor_of(found[1]).shape) <= ops.MAX_RECORDS
-  def classes(self, rows:list[Row], tile:UOp) -> tuple[list[UOp], UOp, list[int]]:
-    """Returns (number of each row, load of the first column's number, distances in the tensor to all columns' numbers), see `in_classes`."""
-    # The mask compares the number of a row, a query, with the number of a column, a key. The distance is counted in elements of the tensor, from the
-    # first column's number on.
-    mask, lifted = self.p.mask_mod, [Lifted(self.fragment(row, tile), f"mask_mod={self.p.mask_mod}") for row in rows]
-    assert mask is not None
-    found = classes_of(mask.value)
-    assert found is not None
+  @functools.cached_property
+  def condition(self) -> PairCondition|None:
+    """The mask_mod in the form of the operations that compute it behind a branch (attn/ops/pairs.py), or None."""
+    # None if the workgroup loops over no list of tiles of keys, or if these operations do not have the mask's arithmetic
+    if self.p.mask_mod is None or not isinstance(self.order, TileList) or len(scattered(self.p)) > 1: return None
+    if self.walk.over != "keys" or (found := pair_condition(self.p.mask_mod.value, KEY)) is None: return None
+    fits = all(4*math.prod(int(n) for n in tensor_of(u).shape) <= ops.MAX_RECORDS for u in found.loaded)
+    return found if fits else None
+  def pairs(self, rows:list[Row], tile:UOp) -> PairOperands:
+    """Returns the operands by which such an operation finds the visible ones among the scores of two `rows` in a tile."""
+    assert self.condition is not None
+    at = [replace(self.fragment(row, tile), columns=[self.walked[0][:1]]) for row in rows]
+    lifted = [Lifted(x, f"mask_mod={self.p.mask_mod}") for x in at]
+    def numbers(x:Lifted, us:tuple[UOp, ...]) -> list[UOp]: return [x.each(u)[0][0] for u in us]
+    limits = [{name: x for name, x in zip(("first", "last"), y.limits) if self.cut and x is not None} for y in at]
+    low, high = ([integer(x) for x in y.values()] for y in limits)
+    of_low, of_high = ([x.cast(dtypes.int) for x in numbers(y, self.condition.rows)] for y in lifted)
     columns = [column - self.walked[0][0] for part in self.walked for column in part]
-    return [x.each(found[0])[0][0] for x in lifted], lifted[0].each(found[1])[0][0].src[0], columns
+    return PairOperands(self.condition, lifted[0].first, (of_low, of_high), (low, high), tuple(limits[0]),
+                 [x.src[0] for x in numbers(lifted[0], self.condition.loaded)], tuple(columns))
 
   @property
   def in_place(self) -> bool:
@@ -175,7 +182,7 @@ class Scores:
   def finished(self, tiles:list[UOp], rows:list[Row], tile:UOp, masked:bool) -> list[UOp]:
     """Returns the softmax's input: raw scores changed by the score terms (softcap, ALiBi, bias), with -inf for hidden scores if `masked`."""
     # `tiles` are vectors of raw scores. Each vector has elements of all `rows`, one row after another. The result has the same form.
-    if self.raw and not masked and not self.natural: return tiles
+    if self.unchanged and not masked: return tiles
     n = ops.length(tiles[0])//len(rows)
     parts = [[ops.slice_(y, i*n, n) for y in tiles] for i in range(len(rows))]
     parts = [self.modify(x, row, tile) for x, row in zip(parts, rows)]
