@@ -116,7 +116,7 @@ def compare_problem(p:Problem, causal:bool, seed:int, name:str) -> dict[str, Any
 def rows_of_file(path:str) -> list[dict[str, Any]]:
   """Returns the rows of a CSV file that COMPARE=1 has written."""
   with open(path, newline="") as file:
-    return [{name: float(x) if name.startswith("TFLOP/s") else x for name, x in row.items()} | {"causal": row["causal"] == "True"}
+    return [{name: float(x) if name.startswith("TFLOP/s") else x for name, x in row.items() if x} | {"causal": row["causal"] == "True"}
             for row in csv.DictReader(file)]
 
 def plot(rows:Sequence[Mapping[str, Any]], path:str, title:str) -> None:
@@ -136,7 +136,7 @@ def plot(rows:Sequence[Mapping[str, Any]], path:str, title:str) -> None:
     axis.set_xticks(range(len(mine)), [row["shape"] for row in mine], fontsize=8)
     axis.set_ylabel("TFLOP/s")
     axis.set_title(f"{part[0]}, {'causal' if part[1] else 'full'}", fontsize=9)
-  axes[0, 0].legend(ncols=4, fontsize=8)
+  figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(there), fontsize=8)
   figure.suptitle(title, fontsize=10)
   figure.savefig(path, dpi=120)
 
