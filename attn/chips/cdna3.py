@@ -59,7 +59,7 @@ CDNA3 = Family("cdna3", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000,
   pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=2048, matrix={
     "32x32x8": 32, "16x16x16": 16, "32x32x4_2b": 64, "16x16x4_4b": 32, "4x4x4_16b": 8, "32x32x16_fp8": 32, "16x16x32_fp8": 16}),
   apart=("float16",), forward=FORWARD_ON_CDNA3, forward_of_bytes=BYTES_ON_CDNA3, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,
-  plain_forward=(UpTo(128, ForwardShape(4, 1, 32, fenced=True), options=("bias",)),),
+  plain_forward=(UpTo(128, ForwardShape(4, 1, 32, fenced=True), options=("bias",)), UpTo(256, ForwardShape(4, 1, 32), options=("dropout_p",))),
   plain_dq=(UpTo(64, BackwardShape(4, 64, fenced=2), options=(*NO_OPTION, "softcap")),
             UpTo(64, BackwardShape(4, 64, prefetch=0), options=("alibi",)), PLAIN_DQ_128,
             UpTo(128, BackwardShape(4, 64, fenced=8), options=NO_BIAS), *(UpTo(d, BackwardShape(4, 64), options=("bias",)) for d in (64, 128)),

@@ -44,6 +44,7 @@ PLAIN_DQ_ON_RDNA3 = (
   UpTo(64, BackwardShape(4, 32, fenced=2), options=(*NO_OPTION, "alibi", "bias", "dropout_p")),
   UpTo(192, BackwardShape(2, 16, BOTH, fenced=4, prefetch=0, sparing=True, read_ahead=3), options=AT_MOST_ONE),
   UpTo(256, BackwardShape(2, 16, BOTH, fenced=2, prefetch=0, sparing=True, read_ahead=3, by_item=True), options=AT_MOST_ONE))
+PLAIN_DKDV_ON_RDNA3 = (UpTo(64, BackwardShape(4, 16, (True, False), fenced=4, prefetch=0), options=("dropout_p",)), PLAIN_DKDV_192_ON_RDNA)
 
 RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_dots=("float16",), descriptor=0x31004000, tables="rdna3", matrix={
     "float16": (wmma("f16_w32", "half", 1, duplicated=True),), "bfloat16": (wmma("bf16_w32", "short", 1, duplicated=True),)},
@@ -54,7 +55,7 @@ RDNA3 = Family("rdna3", wave=32, vgprs=256, busy_waves=2, dual_issue=True, dual_
   plain_forward=(UpTo(64, ForwardShape(4, 1, 64, fenced=True, prefetch=0), options=("softcap", "dropout_p")),
                  UpTo(64, ForwardShape(4, 1, 64, fenced=True), options=("window",)),
                  UpTo(128, ForwardShape(4, 1, 32, fenced=True, prefetch=0), options=("window", "softcap", "alibi")),),
-  plain_dq=PLAIN_DQ_ON_RDNA3, plain_dkdv=(PLAIN_DKDV_192_ON_RDNA,), latent=LATENT_ON_RDNA,
+  plain_dq=PLAIN_DQ_ON_RDNA3, plain_dkdv=PLAIN_DKDV_ON_RDNA3, latent=LATENT_ON_RDNA,
   counters=Counters("vmcnt", "vscnt", "lgkmcnt", "lgkmcnt", {"vmcnt": ((10, 6),), "lgkmcnt": ((4, 6),)}), machine=RDNA3_MACHINE)
 
 CHIPS_OF_RDNA3 = (
