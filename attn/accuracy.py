@@ -180,7 +180,8 @@ def _stored(x:Array, errors:_Moments, dtype:str) -> Law:
   return Law(x, sigma, slack, errors.alike | (np.abs(finite) < SMALLEST[dtype]))
 
 def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Array, Array|None]:
-  """Returns two limits for the error of rounding the weights w to `dtype`: of the random error, and of the systematic error (None: no such error)."""
+  """Returns (limit of the random error, limit of the systematic error) of rounding the weights w to `dtype`; None in place of the second if there is
+  none."""
   # Random errors partly cancel when weights are added. Systematic errors don't: for example, many small weights become 0. float32 weights are not
   # rounded.
   if dtype == "float32": return np.zeros_like(w), None
@@ -269,7 +270,8 @@ def _prefixes(w:Array, x:Array, factor:Array|None=None, centre:Array|None=None) 
   return largest, centred
 
 def _roundings(w:Array) -> Array:
-  """Returns for each row of w a factor (..., 1) for the error of an fp32 sum of products: error <= factor * fp32 roundoff * largest partial sum."""
+  """Returns factors (..., 1), one for each row of w. An fp32 sum of products with the row has an error of at most factor * fp32 roundoff * largest
+  partial sum."""
   # w (..., m) has the first factor of each product; a product with w = 0 does not count. The bound holds for two ways to add: a matrix instruction
   # that adds 16 products at a time and may truncate the sum, and a chain of multiply-adds that round to nearest.
   terms = (w != 0).sum(-1, keepdims=True)
@@ -433,7 +435,7 @@ def _batches(k:Array, x:Options) -> Iterator[tuple[slice, int, int, Options]]:
       yield slice(b, b + 1), n, shift, batch_options(x, b, n)
 
 def _slack_of_o(t:_Pairs, o:Array) -> Array:
-  """Returns the slack of o: the limit of all its errors except the roundings that the dtypes force; `o` has the exact values."""
+  """Returns the slack of o: the limit of all errors of o except the rounding errors that the dtypes make unavoidable; `o` has the exact values."""
   # The slack is the sum of four limits:
   # 1. fp32 errors of the scores. Independent errors partly cancel in the sum over the keys, but equal errors add up, so keys with equal errors are
   # added first. These are keys with equal q.k for the error of this product, and keys with equal weights for the error of all later operations
@@ -530,7 +532,7 @@ class _Gradients:
     return a.reshape(*a.shape[:-3], self.heads, a.shape[-3]//self.heads*a.shape[-2], a.shape[-1])
 
   def product(self, w:Array, off:Array, x:Array, of_delta:Array|float=0.0) -> _Moments:
-    """Returns the errors of w @ x, where w first has errors of variance `off`, and is then rounded to the inputs' dtype."""
+    """Returns the errors of w @ x, where each element of w has an error of variance `off` and is then rounded to the inputs' dtype."""
     # `off` and `of_delta` are the variances of the errors that each element of w has before it is rounded. Errors of `off` are independent. Errors of
     # `of_delta` come from delta, and all elements of one query share them. Here `of_delta` only decides which elements may round to 0; the caller
     # adds the other effects of an error of delta.

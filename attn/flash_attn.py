@@ -148,7 +148,8 @@ def flash_attn_varlen_qkvpacked_func(qkv:Tensor, cu_seqlens:Tensor, max_seqlen:i
 # ***** a cache *****
 
 def _rotary(name:str, x:Tensor, cos:Tensor, sin:Tensor, at:Tensor|UOp|int, interleaved:bool, moving:bool) -> Tensor:
-  """Rotates the first columns of x (B, S, H, D) by their positions, as RoPE does (arXiv 2104.09864); batch b begins at position at[b]."""
+  """Rotates the first columns of x (B, S, H, D) by the angles of each row's position, as RoPE does (arXiv 2104.09864); `at` has the position of each
+  batch's first row."""
   # cos and sin are (positions, rotary_dim/2). With `moving`, row i of batch b has the position at[b] + i, otherwise all rows of batch b have the
   # position at[b]. `interleaved` says which columns make a pair: 0 and 1, 2 and 3, ...; or else column n and column n + rotary_dim/2.
   half, rows = int(cos.shape[1]), int(x.shape[1])

@@ -73,7 +73,7 @@ def launched(p:Problem, choice:Choice) -> list[tuple[str, ...]]:
   return [tuple(arguments(p)), merging + tuple(name for name in p.shapes if name in INPUTS and name not in merging)]
 
 def deliver(c:CheckedCall, o:Tensor, *log_sums:Tensor) -> list[Tensor]:
-  """Returns the results of a call: o, copied into the buffer `out` if the call gives one, then those of lse and lse_rest that it asks for."""
+  """Returns [o], copied into the buffer `out` if the call gives one, and after it lse and lse_rest if the call asks for them."""
   # lse_rest is what rounding to float32 removed from lse.
   return [o if c.out is None else c.out.assign(o), *log_sums[:len(c.log_sums)]]
 
@@ -83,7 +83,7 @@ def tensors_of(p:Problem, choice:Choice) -> Shapes:
   return arguments(p) | combine_arguments(p) | (before.arguments(p, choice.work.tile) if before is not None else {})
 
 def output_buffer(c:CheckedCall, name:str, p:Problem, choice:Choice) -> Tensor:
-  """Returns the buffer into which a kernel writes the output `name`, such as "lse": one that the caller gave, such as `out`, or a new one."""
+  """Returns the buffer into which a kernel writes the output `name`, such as "lse": the caller's buffer, such as `out`, or a new buffer."""
   if name == "o":
     if c.out is not None: return c.out
     axes: tuple[str|None, ...] = AXES[p.layout]
@@ -99,8 +99,8 @@ def in_a_buffer(c:CheckedCall, x:Tensor) -> Tensor:
 
 @lists_made_last()
 def launch_kernels(c:CheckedCall, choice:Choice) -> list[Tensor]:
-  """Launches the chosen kernel, and the kernel that merges key ranges if there are several. Returns o, then those of lse and lse_rest that the call
-  asks for."""
+  """Launches the chosen kernel, and the kernel that merges key ranges if there are several. Returns [o], and after it lse and lse_rest if the call
+  asks for them."""
   p = split_into(c.problem, choice.work.splits)
   in_place = () if p.k_view is None else ("k", "v", "k_rotary", *p.scale_views)
   t = {name: flat_buffer(x) if name in in_place else in_a_buffer(c, x) for name, x in c.tensors.items()}
@@ -139,8 +139,8 @@ def run_three_pass(c:CheckedCall, choice:Choice) -> list[Tensor]:
   return deliver(c, *(plain_attention if c.problem.pages is None else plain_attention_of_pages)(c.problem, c.tensors))
 
 def run_across(c:CheckedCall) -> list[Tensor]:
-  """Runs a checked call whose q, k or v are sharded along the rows of a sequence. Returns o, then those of lse and lse_rest that the call asks
-  for."""
+  """Runs a checked call whose q, k or v are sharded along the rows of a sequence. Returns [o], and after it lse and lse_rest if the call asks for
+  them."""
   def attend_part(p:Problem, tensors:dict[str, Tensor], device:str, into:Sequence[Tensor]) -> list[Tensor]:
     return run(CheckedCall(p, tensors, c.arch, Placement(device), into[0] if into else None, into=tuple(into[1:]), part=True))
   def graph(inputs:Graph) -> dict[str, UOp]:
@@ -157,7 +157,7 @@ def check_devices(c:CheckedCall) -> None:
     if c.arch is not None: check_device(c.arch.name, device)
 
 def run(c:CheckedCall) -> list[Tensor]:
-  """Runs a checked call of `attention`. Returns o, then those of lse and lse_rest (what rounding removed from lse) that the call asks for."""
+  """Runs a checked call of `attention`. Returns [o], and after it lse and lse_rest (what rounding removed from lse) if the call asks for them."""
   if c.shards is not None: return run_across(c)
   choice = c.choice()
   return (run_three_pass if choice.kernel == "three_pass" else launch_kernels)(c, choice)

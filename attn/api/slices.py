@@ -59,7 +59,7 @@ def is_symbolic(t:Any) -> bool:
   return isinstance(t, Tensor) and any(isinstance(n, UOp) for n in t.shape)
 
 def dtypes_of(query:Tensor, key:Tensor, value:Tensor) -> tuple[str, str]:
-  """Returns the dtype in which attention is computed, and the dtype of the result."""
+  """Returns (dtype in which attention is computed, dtype of the result)."""
   types = [values.dtype_name(name, values.tensor(name, t).dtype, FLOATS) for name, t in (("query", query), ("key", key), ("value", value))]
   # If some inputs are float32 and others float16 (or bfloat16), the inputs are rounded to 16 bits, and the result is float32, like the result of
   # tinygrad's scaled_dot_product_attention.
@@ -165,7 +165,7 @@ def is_part_of_a_buffer(t:Tensor) -> bool:
   return base is not None and base.has_buffer_identity() and base.max_numel() > t.uop.max_numel()
 
 def call_of_any_length(x:SdpaCall) -> SlicedCall|None:
-  """Returns the call with its number of keys as a Variable, so that one kernel serves all numbers; None if a kernel for this number alone is
+  """Returns the call with a Variable as its number of keys, so that one kernel serves all numbers of keys; None if a kernel for the present number is
   better."""
   if x.sliced: return sliced_call(x)
   # A kernel for all numbers has no gradient. While TinyJit captures, a number that is an int gets a kernel of its own, too.

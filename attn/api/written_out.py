@@ -43,7 +43,7 @@ def joined(operation:Callable[[Tensor, Tensor], Tensor], parts:tuple[UOp, ...]) 
   return functools.reduce(operation, map(Tensor, parts)) if parts else None
 
 def uncast(u:UOp) -> UOp:
-  """Returns `u` without the casts between floating-point dtypes, and the assignments such as scores += bias, that come last in it."""
+  """Returns the value that `u` was before its last casts between floating-point dtypes and its last assignments, such as scores += bias."""
   while True:
     if u.op is Ops.CAST and dtypes.is_float(u.src[0].dtype): u = u.src[0]
     # In scores += bias, the assigned value is the sum.
@@ -142,7 +142,7 @@ class WrittenOut:
 
   @staticmethod
   def init_state(before:Callable[..., None], block:Any, x:Tensor) -> None:
-    """Replaces tinygrad's method `before`, by which a latent attention block of tinygrad.llm makes its cache: the new cache is float16."""
+    """Makes the cache of a latent attention block of tinygrad.llm in float16; tinygrad's own method, `before`, would leave the cache in float32."""
     # `before` is tinygrad's method. It makes the cache in float32, but no kernel reads float32 rows of 576 numbers. float16 is the dtype of the
     # caches of tinygrad's other blocks.
     new = not hasattr(block, "cache_k")

@@ -32,7 +32,8 @@ def head_class(p:Problem) -> int:
 OPTIONS_OF_A_CACHE = ("v_in_k", "k_view", "kv_lengths", "pages")     # if v is part of k, problems with and without these options share a class
 
 def problem_class(p:Problem) -> str|None:
-  """Returns the name of the group of similar problems to which `p` belongs, which all use one tile; None for options that are not tuned."""
+  """Returns the name of the group of similar problems to which `p` belongs; all problems of a group use one tile. None if `p` has options that are
+  not tuned."""
   # TUNE=1 does not measure tiles for options such as a bias or dropout.
   if any(x not in OPTIONS_OF_A_CACHE or not p.v_in_k for x in p.options): return None
   hidden = hiding(p)

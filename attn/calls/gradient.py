@@ -51,7 +51,7 @@ def no_gradient(what:str) -> Any:
   return refuse
 
 def of_outputs(gradients:tuple[UOp, ...], outputs:dict[str, UOp]) -> dict[str, UOp]:
-  """Returns the gradients that tinygrad passed without names as {"o": gradient, "lse": gradient}, as far as they exist."""
+  """Returns {"o": gradient, "lse": gradient} from the gradients that tinygrad passed without names; an output without a gradient has no entry."""
   # tinygrad passes only gradients that exist, without names. The shape of a gradient tells its output, because o and lse have different shapes.
   of_shape = {u.shape: name for name, u in outputs.items()}
   found = {of_shape.get(g.shape, ""): g for g in gradients}
@@ -164,7 +164,8 @@ def like(g:UOp, out:UOp) -> UOp:
 def of_list(kernel:str) -> str: return f"tile_list of {kernel}"
 
 def lists_by_kernel(p:Problem, arch:Chip, inputs:dict[str, UOp], written:Container[str]) -> dict[str, UOp]:
-  """Returns the tensors with lists of visible tiles that the kernels of a gradient read, by name; `written` names the outputs that already exist."""
+  """Returns {name: tensor with a list of visible tiles} for the kernels that compute a gradient; `written` names the outputs of forward that
+  exist."""
   p = split_into(of_backward(p), 1)
   dq, keys = lists_of_backward(p, arch)
   wanted = {"dq": dq, "dkdv" if instead_of_two(p, arch) is None else "all": keys}
@@ -207,8 +208,7 @@ def gradients_of_tensors(p:Problem, arch:Chip, kernels:dict[str, BackwardLaunch]
   return {name: g.cast(inputs[name].dtype) for name, g in found.items()}
 
 def over_devices(parts:Parts, sums:tuple[KernelSum, ...], inputs:dict[str, UOp]) -> Parts:
-  """Returns `parts` with at least one partial result for each gradient that all devices compute a part of: the tensor is copied to all, q is
-  sharded."""
+  """Returns `parts` with at least one partial result for the gradient of each tensor that is copied to all devices while q is sharded."""
   # If q is sharded but another tensor, such as k, is copied to each device, each device computes a part of this tensor's gradient. The parts are
   # added in fp32, so the number is at least 1. `parts` has the numbers for one device.
   def least(name:str, chosen:int) -> int:
@@ -271,8 +271,8 @@ class AttentionGradient:
       found = kept_graph((self, tiles, asked_for(), plain), t, functools.partial(self.graph, plain=plain))
     return tuple(found.get(name) for name in self.names)
   def graph(self, t:Graph, plain:bool) -> dict[str, UOp]:
-    """Returns {input name: gradient} as far as kernels compute gradients from the tensors `t`; if `plain`, also the gradients that tinygrad
-    computes."""
+    """Returns {input name: gradient} for the gradients that kernels compute from the tensors `t`. With `plain`, tinygrad computes the gradients of
+    all other inputs."""
     # `t` has the tensors for `kernel_gradients`.
     assert self.arch is not None
     found = kernel_gradients(self.problem, self.arch, t)

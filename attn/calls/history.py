@@ -75,7 +75,8 @@ def depends_on(u:UOp) -> Iterable[UOp]:
 def is_after_a_call(u:UOp) -> bool: return u.op is Ops.AFTER and u.src[1].op is Ops.CALL
 
 def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
-  """Returns (calls of attention under `root` of which tinygrad has kept only the output buffers, oldest first; all AFTER UOps under `root`)."""
+  """Returns two lists for the graph `root`: calls of attention of which tinygrad has kept only the output buffers, oldest first; and all AFTER
+  UOps."""
   # An AFTER is a buffer after a call has written it.
   origins, seen, todo = dict[Origin, None](), set[UOp](), [root]
   while todo:
@@ -93,7 +94,7 @@ def forgotten(root:UOp) -> tuple[list[Origin], list[UOp]]:
 
 @contextlib.contextmanager
 def recalled(root:UOp) -> Iterator[None]:
-  """Context in which tinygrad can differentiate `root`: inside it, Tensors show outputs of attention as results of their calls, not as bare
+  """Context in which tinygrad can differentiate `root`: Tensors that hold outputs of attention show the calls that computed them, and not only
   buffers."""
   # When an output of attention is computed, tinygrad drops the output's expression and keeps only the buffer.
   origins, afters = forgotten(root) if made else ([], [])

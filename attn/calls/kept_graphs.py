@@ -19,7 +19,8 @@ class KeptGraph:
 
 @functools.lru_cache(MOST_GRAPHS)
 def recipes(key:Hashable, names:tuple[str, ...], form:tuple[Any, ...]) -> KeptGraph:
-  """Returns the record for calls that compute `key` from inputs with these names and this `form` (shapes, dtypes, devices); an empty one at first."""
+  """Returns the record of UOps for calls that compute `key` from inputs called `names` of this `form` (shapes, dtypes, devices); before the first
+  call it is empty."""
   # `key` says what the graph computes, `names` are the names of its inputs, and `form` is everything about the inputs that does not change from call
   # to call.
   return KeptGraph()

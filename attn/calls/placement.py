@@ -60,7 +60,8 @@ def placement_of(q:Tensor, k:Tensor, v:Tensor, layout:str) -> Placement:
                    "their rows with q whole, or all three whole")
 
 def extra_axes(name:str, shape:tuple[int, ...]) -> tuple[str|None, ...]:
-  """Returns for each axis of the optional tensor `name` along which axis of q, "batch" or "heads", it may be sharded; None if along none."""
+  """Returns one entry for each axis of the optional tensor `name`: the axis of q, "batch" or "heads", with which that axis may be sharded, or
+  None."""
   if (tensor := TERM_TENSORS.get(name)) is not None: return tuple(axis if axis in ("batch", "heads") else None for axis in tensor.names(shape))
   if name in INPUT_SCALES: return tuple(axis if n > 1 else None for axis, n in zip(("batch", "heads"), shape))
   return {"sinks": ("heads",), "kv_lengths": ("batch",), "kv_starts": ("batch",), "cache_seqlens": ("batch",)}.get(name, (None,))

@@ -17,12 +17,13 @@ Tables = dict[SeenTiles, Tensor]           # tables from which lists are made
 
 @cache_of_kernels
 def kernel_of_lists(program:Callable[..., UOp], names:tuple[str, ...]) -> KernelFunction:
-  """Returns a program that makes lists or their table as a kernel function; `names` are the names of its tensors, and it writes the first one."""
+  """Returns, as a kernel function, a `program` that makes lists of visible tiles; `names` are the names of its tensors. The program writes the first
+  tensor."""
   # equal arguments return identical objects, because tinygrad's schedule cache compares by identity
   return lambda *placeholders: CheckedKernel(ast_of(program, *placeholders), names[:1], small=True)
 
 def made_by_kernel(program:Callable[..., UOp], shapes:Shapes, device:Devices, given:Mapping[str, Tensor]) -> Tensor:
-  """Runs a program on tensors with these `shapes`, and returns the first one, which it writes."""
+  """Runs a kernel on tensors with these `shapes`, and returns the first tensor, which the kernel writes."""
   # a tensor that is not in `given` gets a new buffer
   tensors = [given[name] if name in given else empty(shape, INTS[dtype], device, None) for name, (shape, dtype) in shapes.items()]
   return Tensor.custom_kernel(*tensors, fxn=kernel_of_lists(program, tuple(shapes)))[0]

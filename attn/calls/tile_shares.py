@@ -105,7 +105,8 @@ def on_host(value:UOp, given:Mapping[UOp, Array]) -> Array:
   return found[value]
 
 def tiles_of_intervals(p:Problem, tile:BlockTile, width:int, over:str, lengths:Mapping[str, Array]) -> Neighbours:
-  """Returns the interval of tiles that each workgroup visits, where a tile is `width` keys or queries; `over` says which."""
+  """Returns the interval of tiles that each workgroup visits; a tile is `width` keys if `over` is "keys", or `width` queries if `over` is
+  "queries"."""
   # `lengths` has the contents of the tensors that say which queries and keys exist (LENGTH_TENSORS).
   shapes: Shapes = {name: p.extras[name] for name in lengths}
   tensors = {name: UOp.placeholder(shape, INTS[dtype], slot) for slot, (name, (shape, dtype)) in enumerate(shapes.items())}

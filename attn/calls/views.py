@@ -69,7 +69,7 @@ def whole_places(shape:tuple[int, ...], layout:str) -> Strided:
   return Strided(math.prod(shape), 0, *strides(layout, sizes["heads"], sizes["rows"], sizes["width"]))
 
 def meet(distance:int, steps:list[tuple[int, int]]) -> bool:
-  """Returns whether `distance` is a sum of steps forward or back, with at most n steps of each (size, n) in `steps`."""
+  """Returns whether `distance` is a sum of steps, at most n of each (size, n) in `steps`, forward or back: 16 = 10 + 10 - 4 for [(4, 1), (10, 2)]."""
   # `steps` has pairs (size, n). For example, with steps [(4, 1), (10, 2)] distance 16 is 10 + 10 - 4.
   if not steps: return distance == 0
   (step, most_), rest = steps[0], steps[1:]
@@ -87,7 +87,8 @@ def room_for_rows(places:Strided, batches:int, heads:int, width:int) -> int:
   return min([(places.size - end)//places.row + 1, *(step//places.row for step in steps)])
 
 def overlapping(x:Strided, y:Strided, counts:tuple[int, int, int, int]) -> bool:
-  """Returns whether two caches in one buffer have memory in common, or may have if their strides differ."""
+  """Returns whether two caches in one buffer have memory in common. If their strides differ, the answer is true as soon as their ranges in the buffer
+  overlap."""
   # `counts` are the numbers of batches, heads, rows, and elements of a row.
   def extent(s:Strided) -> int: return sum((n - 1)*step for n, step in zip(counts, (s.batch, s.head, s.row, 1)))
   if x.start + extent(x) < y.start or y.start + extent(y) < x.start: return False
@@ -137,7 +138,7 @@ def places_of_view(view:UOp, group:int) -> InBuffer|None:
   return InBuffer(Strided(buffer.max_numel(), start, sb, sh, ss), group, there)
 
 def cache_of(k:Tensor, v:Tensor) -> tuple[InBuffer, InBuffer]|None:
-  """Returns where keys and values (B, heads, S, D) lie in their buffers, or None if one is no view with constant strides."""
+  """Returns where keys and values (B, heads, S, D) lie in their buffers, or None if k or v is not a view with constant strides."""
   # Heads that repeat one head of the buffer count as this head.
   for group in [n for n in range(int(k.shape[1]), 0, -1) if k.shape[1] % n == 0]:
     in_k, in_v = in_buffer(k, group), in_buffer(v, group)
@@ -153,7 +154,7 @@ def is_all_of_its_buffer(t:Tensor, places:Strided, layout:str) -> bool:
   return replace(places, **{step: getattr(whole, step) for step in single}) == whole
 
 def places_in_cache(k:Tensor, v:Tensor, layout:str) -> tuple[Strided, Strided]|None:
-  """Returns start and strides of the rows of k, and those of v; None if k and v are whole buffers, or one is no view of a buffer."""
+  """Returns (start and strides of the rows of k, the same of v); None if k and v are whole buffers, or if k or v is no view with constant strides."""
   found = [in_buffer(bhsd(t, layout)) for t in (k, v)]
   if found[0] is None or found[1] is None: return None
   if all(x is not None and is_all_of_its_buffer(t, x.places, layout) for x, t in zip(found, (k, v))): return None

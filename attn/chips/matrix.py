@@ -169,5 +169,5 @@ def contraction(matrix:Matrix, length:int) -> int:
   return -(-length//matrix.span)*matrix.span
 
 def row_registers(matrix:Matrix, length:int) -> int:
-  """Returns how many registers a lane needs for its part of an operand whose rows have `length` elements."""
+  """Returns how many registers a lane needs for the elements that it holds of a matrix operand with rows of `length` elements."""
   return contraction(matrix, length)*matrix.size//4//(1 if matrix.duplicated else matrix.groups)

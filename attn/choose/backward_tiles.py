@@ -86,7 +86,8 @@ REGISTERS_AT_ONCE = 512     # of a wave on AMD: it keeps dK, dV and its parts of
 
 @dataclass(frozen=True)
 class FasterInOrder:
-  """Problems for which one kernel that adds to dq in a fixed order was measured to be faster than two: those with this window."""
+  """Condition under which one kernel that adds to dq in a fixed order was measured to be faster than two: this window, and enough keys and blocks of
+  keys."""
   window: tuple[int, int]
   keys: int = 2048       # least number of keys, and of queries
   blocks: int = 2048     # least number of blocks of keys, in all batches and heads

@@ -50,7 +50,8 @@ class Work:
 
 @dataclass(frozen=True)
 class Choice:
-  """The kernel that attn chose for a problem, and for each kernel before it in the table KERNELS the reason why attn did not choose that one."""
+  """The kernel that attn chose for a problem, how it divides the problem, and the reason why attn did not choose each kernel above it in the table
+  KERNELS."""
   kernel: str
   work: Work
   arch: Chip|None
@@ -250,7 +251,7 @@ def can(name:str, p:Problem, arch:Chip|None) -> Work|str:
   return NO_UNIT if arch is None and KERNELS[name].program is not None else KERNELS[name].can(p, arch)
 
 def read_by(p:Problem, choice:Choice) -> Problem:
-  """Returns the problem for the chosen kernel, which reads converted k and v if another kernel converts them before; otherwise `p` itself."""
+  """Returns the problem that the chosen kernel computes: `p`, or `p` with k or v as an earlier kernel has converted or transposed them."""
   return p if (before := KERNELS[choice.kernel].before) is None else before.problem(p, choice.work.tile)
 
 @cache_of_kernels

@@ -29,7 +29,7 @@ def in_units(p:Problem, unit:int) -> bool:
 
 @functools.cache
 def rows_for(table:tuple[UpTo[AnyShape], ...], llvm:int) -> tuple[UpTo[AnyShape], ...]:
-  """Returns the rows of a table of tile shapes that are for code compiled by the LLVM release `llvm`."""
+  """Returns those rows of a table of tile shapes that are meant for machine code of the LLVM release `llvm`."""
   # `row.llvm` is the newest release that a row is for. Of several rows for the same head dimensions, those of the oldest such release are kept.
   rows = [row for row in table if row.llvm >= llvm]
   oldest = {up_to: min(row.llvm for row in rows if row.up_to == up_to) for up_to in {row.up_to for row in rows}}
@@ -58,7 +58,7 @@ PLAIN_LLVM = 22      # tables for plain problems are chosen from the code of thi
 FEWEST_WAVES = 2     # fewest waves of a workgroup in these tables: such a tile is for small grids as well
 
 def plain_rows(p:Problem, arch:Chip, table:Iterable[UpTo[Any]], tile_of:Callable[[UpTo[Any]], Tile|BackwardTile]) -> Iterator[UpTo[Any]]:
-  """Yields the rows of `table` that fit `p`; they are for problems with rows of whole 16-byte units and at most one option."""
+  """Yields the rows of `table` that fit `p`. The table serves problems whose rows of K and V are whole units of 16 bytes, with at most one option."""
   # Such a row is for a class of head dimensions, and for no option or one of the row's `options`. Rows of K and V must be whole 16-byte units, the
   # queries of a head must fill a tile, and there must be enough workgroups to fill the chip.
   if arch.llvm < PLAIN_LLVM: return

@@ -16,8 +16,8 @@ STEPS_AT_ONCE = 4     # steps of a product that are computed together: on an H20
 MANY_BLOCKS = 600     # workgroups that fill an H100 at least twice, two to a multiprocessor
 
 def copied_by(down:int, across:int, walked:int, own:int, depth:int, values:int, steps:int) -> TiledTile:
-  """Makes the tile description of a forward kernel with asynchronous copies: `down` x `across` threads, each with `walked` keys and `own` queries at
-  a time."""
+  """Makes the tile description of a forward kernel with asynchronous copies and `down` x `across` threads; a thread has `walked` keys and `own`
+  queries at a time."""
   # The threads of a workgroup form a rectangle of `down` rows and `across` columns. A thread computes the scores of `walked` keys with `own` queries
   # at a time. Local memory holds `depth` columns of a tile of K, and `values` rows of V, at a time. One iteration adds `steps` outer products to a
   # matrix product.

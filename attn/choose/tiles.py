@@ -56,7 +56,8 @@ TWO_ON_A_SIMD = "two on a SIMD"  # two waves on a SIMD, each with half of the re
 
 @dataclass(frozen=True)
 class Shortage:
-  """Problems for which a forward kernel saves registers (`means`): those with all properties in `burdens`, and D or Dv above `beyond`."""
+  """Condition under which a forward kernel saves registers: the problem has all properties in `burdens`, and D or Dv is above `beyond`. `means` says
+  how."""
   beyond: int
   burdens: tuple[str, ...]  # properties that need registers, such as "window"
   means: Economy  # ways in which the loop saves registers

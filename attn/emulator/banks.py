@@ -37,7 +37,8 @@ _READ_B128: dict[str, tuple[list[int], ...]] = {   # family with waves of 64 lan
 
 @functools.cache
 def phases(family:str, wave:int, read:bool, nbytes:int) -> tuple[int, Array]:
-  """Returns (number of LDS banks, array of lanes: each row lists lanes served at the same time), for accesses of `nbytes` bytes per lane."""
+  """Returns (number of LDS banks, groups of lanes that LDS serves at the same time, an array with one group in each row) for accesses of `nbytes`
+  bytes per lane."""
   banks = 64 if family == "cdna4" and read else 32
   if read and nbytes == 16 and wave == 64:
     groups = _READ_B128.get(family, _READ_B128["cdna3"])

@@ -66,7 +66,7 @@ SATURATING = ("nvidia",)
 # ***** the layouts *****
 
 class Layout:
-  """Layout of a matrix in registers: for each element that a lane holds, its row and its column in the matrix."""
+  """Layout of a matrix in registers: which row and column of the matrix each element of each lane has."""
   # `spec` is a text like those of einops: "digits of the element's index, digits of the lane -> digits of the row, digits of the column", without
   # the comma. A letter stands for a digit, and the highest digit comes first. The keyword argument with this letter as its name gives the number of
   # values of the digit. For example, with "rp gt -> rg tp" and r=2, p=2, g=8, t=4, element 2r + p of lane 4g + t lies in row 8r + g and column 2t +
@@ -83,8 +83,8 @@ class Layout:
     self.by_rows, self.by_columns = ([len(e), *[place[x] for x in order]] for order in (rows + cols, cols + rows))
 
   def to_matrices(self, x:Array, unpack:Callable[[Array], Array]) -> Array:
-    """Returns the transposed matrix of each wave, (waves, columns, rows), from its registers x (registers, threads); `unpack` makes elements of
-    them."""
+    """Returns each wave's matrix, transposed, (waves, columns, rows), from its registers `x` (registers, threads); `unpack` converts registers to
+    matrix elements."""
     e, l = self.split
     # On RDNA3, lanes 16-31 must hold the same elements of A and B as lanes 0-15.
     if self.duplicated is not None:

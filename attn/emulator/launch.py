@@ -76,7 +76,7 @@ def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, r
   meeting.all_happen()
 
 def deadlock(frames:list[Frame], others:int) -> EmulatorError:
-  """Returns the error Deadlock: every workgroup that has started (one of `frames` each) waits, and `others` workgroups have not started."""
+  """Returns the error Deadlock: all workgroups that have started, whose threads are `frames`, wait, and `others` workgroups have not started."""
   told = [f"workgroup {f.workgroup(f.first)} {f.wait}" for f in frames[1:4]] + ["..."]*(len(frames) > 4)
   return frames[0].deadlock("; ".join([f"resident workgroups: {len(frames)}, all of them waiting; not started: {others}", *told]))
 

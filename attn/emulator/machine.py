@@ -29,7 +29,7 @@ class Suspended(Exception):
 
 @dataclass
 class Wait:
-  """What threads of a workgroup wait for: each waits until its counter in global memory is equal to its `number`."""
+  """A wait of threads of a workgroup: each thread waits until a counter in global memory equals the thread's `number`."""
   space: Space
   memory: Array       # int32
   at: Array           # element for each waiting thread
@@ -142,7 +142,8 @@ class Frame(Threads):
     return np.asarray(sum((np.asarray(self.v[s], np.int64)*size for s, size in at.terms), np.int64(0)))
 
   def aligned(self, index:Array, per:int, name:str, active:Array|None) -> Array:
-    """Returns `index`, counted in elements of the buffer `name`, counted in vectors of `per` elements. Raises Misaligned if it is no multiple."""
+    """Converts `index`, which counts elements of the buffer `name`, to count vectors of `per` elements. Raises Misaligned for an index that is no
+    multiple of `per`."""
     index, beyond = divided(index, per)
     if beyond.any() and (bad := (beyond != 0) if active is None else (beyond != 0) & active).any():
       at = self.full(index*per + beyond)
@@ -195,7 +196,8 @@ class Frame(Threads):
     return np.zeros(self.T, np.float32)
 
   def await_arrivals(self, parity:Array) -> Array:
-    """Makes whole workgroups wait for the end of the next phase of their mbarrier, whose number is even or odd as `parity` says. Returns zeros."""
+    """Makes whole workgroups wait for the end of the next phase of their mbarrier; `parity` (0 or 1) must be the phase number modulo 2. Returns
+    zeros."""
     here = self._whole(self.width, DivergentBarrier, "this thread does not wait for an mbarrier as others of its workgroup do")
     def each(bad:Array) -> Array: return np.repeat(bad & here, self.width) & self.active
     if (bad := each(self.waited >= self.arrived)).any():
@@ -224,13 +226,15 @@ class Frame(Threads):
     self.passed = self.passed + self._warpgroups(self.full(gate))
     return np.zeros(self.T, np.float32)
   def _warpgroups(self, gate:Array) -> Array:
-    """Returns, as bools (workgroups, warpgroups), which warpgroups are active with `gate` true. Raises DivergentBarrier if only a part of one is."""
+    """Returns a bool for each warpgroup (workgroups, warpgroups): whether its threads are active and `gate` is true. Raises DivergentBarrier if its
+    threads differ."""
     with self.only(gate):
       found = self._whole(WARPGROUP, DivergentBarrier, "this thread does not reach a barrier that others of its warpgroup reach")
     return found.reshape(self.workgroups, -1)
 
   def _whole(self, size:int, kind:type[EmulatorError], text:str) -> Array:
-    """Returns a bool for each group of `size` threads: whether it is active. Raises `kind` with the message `text` if only a part of it is."""
+    """Returns a bool for each group of `size` threads: whether the group is active. Raises `kind` with the message `text` if only some threads of a
+    group are active."""
     here = self.active.reshape(-1, size)
     if self.checks and (missing := ~here & here.any(axis=1, keepdims=True)).any(): raise self.error(kind, missing.ravel(), lambda t: text)
     return np.asarray(here.any(axis=1))
@@ -283,7 +287,8 @@ class Frame(Threads):
       raise self.error(OutOfBounds, bad, lambda t: f"a descriptor of {self.full(nbytes)[t]} bytes from byte {self.full(pointer.offset)[t]} on "
                                                    f"reaches beyond {pointer.space.name} ({pointer.space.limit} bytes)")
   def check_term(self, slot:int, subtracted:bool) -> None:
-    """Raises NegativeTerm if a term of a buffer offset, value number `slot` or (`subtracted`) minus this value, is negative in an active thread."""
+    """Raises NegativeTerm if a term of a buffer offset is negative in an active thread: the value number `slot` of the program, negated if
+    `subtracted`."""
     # a term of a buffer instruction's offset
     term = self.full(-self.v[slot] if subtracted else self.v[slot])
     if self.checks and (bad := self.active & (term < 0)).any():

@@ -62,7 +62,7 @@ def _halves(x:Array) -> Array:
   return halves.reshape(-1, *x.shape[1:])
 
 def _parts(x:Array, kind:str) -> Array:
-  """Returns the numbers of the numpy type `kind` in the dwords x (n, threads), low bits first, as (numbers, threads)."""
+  """Returns the numbers, of numpy type `kind`, that are packed in the dwords x (n, threads), low bits first, as an array (numbers, threads)."""
   parts = np.ascontiguousarray(x).view(kind).reshape(*x.shape, -1)
   return np.ascontiguousarray(parts.transpose(0, 2, 1)).reshape(-1, x.shape[-1])
 

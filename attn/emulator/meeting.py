@@ -28,7 +28,7 @@ Array = NDArray[Any]
 
 @dataclass
 class Trace:
-  """One access by one wave: which 4-byte elements of a buffer it accessed, at which time of the wave, in which step of the program."""
+  """Record of one access by one wave: the 4-byte elements of a buffer that the wave accessed, the wave's clock, and the index of the operation."""
   wave: int
   clock: int
   step: int
@@ -65,7 +65,7 @@ class Meeting:
   # ***** the order of accesses *****
 
   def of_wave(self, wave:int) -> Array:
-    """Returns, for each other wave, a time of its clock: what that wave accessed before then surely happens before the next access by wave `wave`."""
+    """Returns a clock value for each wave of the launch: accesses of that wave up to this clock surely precede the next access of wave `wave`."""
     return found if (found := self.known.get(wave)) is not None else np.zeros(self.count, np.int32)
 
   def waves_of(self, f:Threads, gate:Array) -> list[tuple[int, Array]]:
@@ -77,7 +77,7 @@ class Meeting:
     for wave, _ in self.waves_of(f, gate): self._settle(wave)
 
   def await_sent(self, f:Threads, gate:Array) -> None:
-    """Records that waves with threads where `gate` is true have waited for all additions that they had sent to the copy engine (TMA)."""
+    """Records that each wave with a thread where `gate` is true has waited for all additions that the wave had sent to the copy engine (TMA)."""
     for wave, _ in self.waves_of(f, gate):
       self.sent.pop(wave, None)
       self.happen(wave)
@@ -108,7 +108,8 @@ class Meeting:
         if (left := self.left.get(counter)) is not None: self.known[wave] = np.maximum(self.of_wave(wave), left)
 
   def pass_turn(self, f:Threads, pointer:Pointer, gate:Array) -> None:
-    """Records that threads add 1 to the counter at `pointer`, which ends their turn. Raises NotWaitedFor if their additions may be incomplete."""
+    """Records that threads end their turn by adding 1 to the counter at `pointer`. Raises NotWaitedFor if additions of their workgroup may be
+    incomplete."""
     passing = self.waves_of(f, gate)
     for wave, threads in passing:
       if f.checks and (step := self.sent.get(wave)) is not None:
@@ -139,7 +140,8 @@ class Meeting:
     return threads if self.random is None else self.random.permutation(threads)
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False, sets:Array|None=None) -> None:
-    """Adds each thread's number in `values` to element `at` of `memory`, where `gate` is true. Where `sets` is true, the number replaces it."""
+    """Adds each thread's number in `values` to element `at` of `memory`, where `gate` is true. Where `sets` is true, the number replaces the
+    element."""
     traces, first = self.traces[_base(space)], space.begin//4
     for wave, threads in self.waves_of(f, gate):
       threads = self.in_order(threads)
@@ -183,8 +185,8 @@ class Meeting:
   # ***** accesses of both kinds *****
 
   def note(self, f:Threads, space:Space, elements:Array, active:Array|None, verb:str, atomic:bool) -> None:
-    """Records that active threads accessed `elements` (elements of a thread, threads). Raises AtomicRace if an earlier access is in no order with
-    it."""
+    """Records that active threads accessed `elements`. Raises AtomicRace if an atomic and a non-atomic access to one element have no defined
+    order."""
     # Raises AtomicRace if nothing orders this access and an earlier access to the same element, and just one of the two is atomic. `verb` says in
     # error messages what the access does.
     traces, elements = self.traces[_base(space)], elements + space.begin//4

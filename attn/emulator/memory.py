@@ -26,7 +26,7 @@ def divided(x:Array, n:int) -> tuple[Array, Array]:
   return (x >> n.bit_length() - 1, x & n - 1) if n & n - 1 == 0 else (x//n, x % n)
 
 def to_values(raw:Array, dtype:np.dtype[Any], n:int) -> Array:
-  """Returns each thread's bytes, one element of `raw` (threads,), as numbers of type `dtype`: (threads,), or (n, threads) for vectors."""
+  """Converts each thread's bytes, one element of `raw` (threads,), to numbers of type `dtype`: (threads,), or (n, threads) for vectors."""
   if n == 1: return raw.view(dtype)
   return np.ascontiguousarray(np.atleast_1d(raw).view(dtype).reshape(-1, n).T)
 
@@ -70,7 +70,7 @@ class View:
     if self.written is not None: self.base.outputs[self.offset, self.size] = kernel, buffer, itemsize, why
 
   def fill(self, data:Array, written:Array|None=None) -> None:
-    """Copies `data` to the memory. `written` is a bool for each byte, whether it counts as written; None: all do."""
+    """Copies `data` to the memory. `written` says of each byte whether it counts as written; None: all bytes do."""
     self.data[:] = data
     if (mine := self.written) is not None: mine[:] = 1 if written is None else written
     self.settle()
@@ -108,7 +108,8 @@ class Space:
     return v
 
   def _at(self, index:Array, chunk:int, active:Array|None, verb:str) -> Array:
-    """Returns the index in the memory, counted in chunks, of each thread's chunk number `index`; raises OutOfBounds for an active thread outside."""
+    """Converts each thread's `index` in this buffer to an index in the memory, both in chunks of `chunk` bytes. Raises OutOfBounds for an active
+    thread outside the buffer."""
     # `index` counts chunks of `chunk` bytes from the start of the buffer; inactive threads get 0; `verb` says in error messages what the access does
     if self.begin % chunk:
       bad = np.ones(self.f.T, bool) if active is None else np.broadcast_to(active, self.f.T)
@@ -147,7 +148,8 @@ class Space:
       flags[at] = np.full(chunk, 1, np.uint8).view(chunk_type(chunk))[0]
 
   def atomic(self, index:Array, nbytes:int, gate:Array, verb:str, sets:Array|None=None) -> tuple[Array, Array]:
-    """Prepares atomic operations on `nbytes` bytes from byte `index` on; returns (memory as uint32, index of each thread's first number in it)."""
+    """Prepares atomic operations on `nbytes` bytes, from byte `index` on. Returns (memory as uint32, index in this memory of each thread's first
+    uint32)."""
     # where `sets` is true, the thread replaces the numbers without reading them
     index, beyond = divided(index, nbytes)
     if (bad := gate & (beyond != 0)).any():
@@ -246,7 +248,8 @@ class Registers:
     return index
 
   def _settled(self, i:int, product:Product, active:Array|None, does:str, still:str) -> None:
-    """Raises NotWaitedFor if an active thread accesses element i before it has waited for `product`, an asynchronous product that uses it."""
+    """Raises NotWaitedFor if an active thread accesses element i, which the asynchronous matrix product `product` uses, before the thread has waited
+    for the product."""
     if not self.f.checks or not (bad := product.threads if active is None else product.threads & active).any(): return
     # `does` is what the thread does, such as "stores to"; `still` is what the product does: "reads" or "writes"
     raise self.f.error(NotWaitedFor, bad, lambda t: f"{does} {self.name}[{i}], which {self.f.operation(product.number)} still {still}: "

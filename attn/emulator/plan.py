@@ -136,7 +136,7 @@ class Plan(EmulatedProgram):
     self._value(u, step, *u.src)
 
   def _index(self, at:Address, chunk:int) -> Callable[[Frame, Array|None], Array]:
-    """Returns a function that computes the index of each thread's access at the address `at`, counted in chunks of `chunk` bytes."""
+    """Returns a function that computes, for each thread, the index of the chunk of `chunk` bytes that the thread accesses at the address `at`."""
     if not at.terms: return lambda f, active: np.asarray(0)
     if len(at.terms) == 1 and at.terms[0][1] == chunk:
       slot = at.terms[0][0]

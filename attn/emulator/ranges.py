@@ -158,7 +158,8 @@ class Ranges:
     return (both(yes, other_yes), {}) if condition.op is Ops.AND else ({}, both(no, other_no))
 
   def _taken(self, branch:UOp, bounds:NumberBounds) -> Range:
-    """Returns (smallest, largest) of `branch`, one of the two values of a WHERE, given the ranges {number: range} that hold there."""
+    """Returns (smallest, largest) of `branch`, the value that a WHERE takes while a condition holds; `bounds` has the ranges {number: range} under
+    this condition."""
     # `bounds` has the ranges of numbers there; elsewhere the value of `branch` does not matter
     if branch in bounds: return bounds[branch]
     if branch.op is not Ops.CAST or (exact := bounds.get(branch.src[0])) is None: return self.of[branch]

@@ -17,7 +17,7 @@ class Spans:
   def add(self, span:Span, interval:int) -> None: self.last[span] = self.latest = interval
   def clear(self) -> None: self.last, self.latest = {}, 0
   def meet(self, span:Span, since:int) -> bool:
-    """Returns whether any access since interval number `since` overlaps `span`, a range of locations. Intervals are the times between barriers."""
+    """Returns whether any access in interval `since` or later overlaps `span`, a range of locations. An interval is the time between two barriers."""
     low, high = span
     return self.latest >= since and any(n >= since and a < high and low < b for (a, b), n in self.last.items())
 
@@ -75,7 +75,8 @@ class LdsShadow:
     return any(_overlap(x.span, span) for _, x in self.holding)
 
   def foreign(self, tag:Array) -> Array:
-    """Returns a mask of threads: true if `tag` says that another wave wrote the thread's location last, and that no barrier has followed."""
+    """Returns a bool for each thread: whether another wave wrote the thread's location last, with no barrier since then. `tag` says who wrote, and
+    when."""
     # `tag` (threads,) says when and by which wave each thread's location was last written: interval * stride + wave
     f, late = self.f, tag >= self.f.tag_floor
     return late & (tag != f.tag) if f.settled else late & (tag % f.stride != f.wave_of)
@@ -138,7 +139,8 @@ class LdsShadow:
     return self.waves == 1 or bool((writer.take(to).view(np.int32).reshape(-1, per) == tags[:, None]).all())
 
   def _settled(self, tag:Array) -> bool:
-    """Returns whether every thread's locations were last written before the last barrier, or by a thread of the same wave."""
+    """Returns whether every thread's locations were last written before the last barrier or by the thread's own wave; `tag` says when and by which
+    wave."""
     # `tag` (threads, locations) says when and by which wave each location was written
     f, floor = self.f, np.broadcast_to(self.f.tag_floor, self.f.T)[:, None]
     if not (late := tag >= floor).any(): return True
@@ -209,12 +211,12 @@ class LdsOperand(Operand):
   def hold(self, product:Product) -> None: self.shadow.holding.append((product, self))
   def release(self, product:Product) -> None: self.shadow.holding = [x for x in self.shadow.holding if x[0] is not product]
   def read_until_now(self, threads:Array) -> None:
-    """Records that the matrix product has read these locations until now, when `threads` have waited for the end of the product."""
+    """Records that the matrix product read these locations until `threads` had waited for the end of the product, which is now."""
     # without a barrier after that, a write to these locations by another wave is an error
     self.shadow.note_read(self.at, self.per, threads if self.active is None else threads & self.active, self.span)
 
 def chunks(x:Array, per:int) -> Array:
-  """Returns an int32 array viewed as elements of `per` numbers, which numpy copies as a whole."""
+  """Returns the int32 array x viewed as wider elements, each of `per` numbers, so that numpy copies `per` numbers as one element."""
   # the dtype only serves to copy whole chunks
   return x.view({1: np.int32, 2: np.uint64, 4: np.complex128}[per])
 def _repeated(x:Array, per:int) -> Array: return chunks(np.repeat(x.astype(np.int32, copy=False), per), per)

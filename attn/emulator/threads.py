@@ -29,7 +29,7 @@ class Operand:
   def release(self, product:Product) -> None: raise NotImplementedError
   # the product may read the operand at any time from its start until the threads have waited for it
   def read_until_now(self, threads:Array) -> None:
-    """Records that the matrix product has read this operand until now, when `threads` have waited for the end of the product."""
+    """Records that the matrix product read this operand until `threads` had waited for the end of the product, which is now."""
 
 class Threads:
   """The threads of workgroups that run together: their indices, which of them are active, and the barriers that they have passed."""
@@ -85,7 +85,7 @@ class Threads:
   # ***** divergence *****
 
   def also(self, condition:Array) -> Array|None:
-    """Returns a mask of those active threads where `condition` is true, or None if these are all threads."""
+    """Returns a mask of the active threads for which `condition` is true, or None if these are all threads, active and inactive."""
     m = np.broadcast_to(condition, self.T) if self.mask is None else self.mask & condition
     return None if m.all() else m
   def push(self, mask:Array|None) -> None:
@@ -106,7 +106,7 @@ class Threads:
     self.note_intervals()
 
   def note_intervals(self) -> None:
-    """Recomputes the fields that are derived from `interval` and `seen`, which say which barriers each wave has passed."""
+    """Recomputes fields such as `settled` from `interval` and `seen`, the fields that record which barriers each wave has passed."""
     # An interval is the time of a wave between two barriers or arrivals at an mbarrier; later intervals have larger numbers. `interval` has the
     # number of each wave's current interval. `seen` has one number n for each wave: the wave has waited for everything that the other waves of its
     # workgroup did in intervals before n.
