@@ -104,7 +104,8 @@ class TensorOfTerm:
     return tuple(sizes[axis] if full else 1 for axis, full in zip(self.axes[len(self.axes) - len(dimensions):], dimensions))
 
 def of_tensor(name:str, *axes:str, **more:Any) -> Any:
-  """Makes a field of the class Problem for a score term that reads the tensor `name`, such as a bias; the field says which dimensions are full."""
+  """Makes a field of the class Problem for a score term that reads the tensor `name`, such as a bias; the field's value says which dimensions have
+  full size."""
   # The field is None if the problem has no such tensor. Otherwise it has a bool for each dimension of the tensor: True for full size, False for size
   # 1.
   tensor = TensorOfTerm(name, axes, **more)
@@ -156,7 +157,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class DealtRows:
-  """What one launch computes if several devices share the rows of a sequence: the queries of its device, some of the heads, all keys."""
+  """What one launch computes if the rows of a sequence are divided among devices: the queries of one device, for some of the heads, over all keys."""
   # See attn/parallel/shards.py. A device holds one piece of the sequence, or two pieces, one from the front half of the sequence and one from the
   # back half. Pieces are equally long on all devices. q, o, lse and a bias have the rows that the device holds, in the order in which the device
   # holds them. K and V have the rows of the whole sequence, in the sequence's order; k_view and v_view of the Problem say where these rows lie in the

@@ -258,7 +258,7 @@ def arrived(barrier:UOp, phase:UOp, after:UOp, published:bool=False) -> UOp:
   # wgmma can then read the data that these threads have copied or stored; `published`: each thread has called `publish` before it arrived
   return statement("await_arrivals", barrier, integer(phase % 2), after, published=published)
 def begin_turn(group:UOp, groups:int, after:UOp) -> UOp:
-  """Returns a statement that makes warpgroup `group` wait until the warpgroup before it has called `end_turn`; `groups` warpgroups take turns."""
+  """Returns a statement that makes warpgroup `group` wait until the previous one of `groups` warpgroups, which take turns, has called `end_turn`."""
   # the turns go round all `groups` warpgroups of a block
   return statement("begin_turn", group, after, groups=groups)
 def end_turn(group:UOp, groups:int, gate:UOp, after:UOp) -> UOp:
@@ -315,5 +315,5 @@ def wait_products(acc:UOp, after:UOp, but:int=0, place:range|None=None) -> UOp:
   first, accs = (place.start, len(place)) if place is not None else (0, acc.max_numel())
   return statement("wait_products", acc[first], after, accs=accs, but=but)
 def group(wave:UOp) -> UOp:
-  """Returns the index of the warpgroup of warp `wave`, so computed that the compiler knows it to be equal in all lanes of the warp."""
+  """Returns the index of the warpgroup that contains warp `wave`. The compiler knows that the index is equal in all lanes of the warp."""
   return emit("warpgroup", dtypes.int, integer(wave//4))

@@ -33,7 +33,7 @@ class Cuda(Printer):
     self.declare(f"operator{operator}({x}, {y})",
                  f"{self.header}{out} operator{operator}({x} x, {y} y) {{\n{returned(self.vector_text(out, values))}\n}}")
   def approximate(self, name:str, instruction:str, x:Value) -> Value:
-    """Renders a call of the C++ function `name`, for each element of x, and declares the function: one PTX instruction."""
+    """Renders a call of the C++ function `name` for each element of x. Also declares the function, which executes the PTX `instruction`."""
     self.declare(f"{name}(float)", f'{self.header}float {name}(float x) {{\n  float y;\n  asm("{instruction} %0, %1;" : "=f"(y) : "f"(x));\n'
                                    "  return y;\n}")
     return self.elementwise(name, f"{name}({{0}})", x)

@@ -129,7 +129,7 @@ class Hip(Printer):
     self.declare(f"{name}({x.type})", f"{self.header}{out} {name}({x.type} x) {{\n{before}{result}\n}}")
     return self.call(name, out, x)
   def at_least(self, x:Value, least:int) -> Value:
-    """Renders a dword with a comparison for each 16-bit half of x: 1 if the half is at least `least`, otherwise 0."""
+    """Renders a dword in which each 16-bit half is 1 if the same half of x is at least `least`, otherwise 0."""
     # The text subtracts least - 1, saturated at 0 (v_pk_sub_u16 with clamp), and limits the difference to 1 (v_pk_min_u16). The 1 is hidden from
     # clang, which would otherwise compare the halves one by one.
     self.declare(f"at_least_{least}(unsigned)", f"{self.header}unsigned at_least_{least}(unsigned x) {{\n"

@@ -74,7 +74,7 @@ class Numbers:
     product = np.asarray(x).astype(np.uint64)*np.uint64(y)
     return product.astype(np.uint32), (product >> np.uint64(32)).astype(np.uint32)
   def at_least(self, x:Value, least:int) -> Value:
-    """Returns a dword with a comparison for each 16-bit half of x: 1 if the half is at least `least`, otherwise 0."""
+    """Returns a dword in which each 16-bit half is 1 if the same half of x is at least `least`, otherwise 0."""
     low, high = ((half >= least).astype(np.uint32) for half in (x & np.uint32(0xffff), x >> np.uint32(16)))
     return low | high << np.uint32(16)
   def sign_halves(self, x:Value) -> Value:
@@ -88,7 +88,7 @@ class Numbers:
   def load(self, registers:Any, i:int) -> Value: return self.lanes.load_register(registers, i)
   def store(self, registers:Any, i:int, x:Value) -> None: self.lanes.store_register(registers, i, x, self.gate)
   def read(self, pointer:Any, i:int, n:int) -> Value:
-    """Loads `n` fp32 numbers from shared memory as a vector, from number i*n after `pointer` on."""
+    """Loads `n` fp32 numbers from shared memory as a vector, beginning i*n numbers after `pointer`."""
     raw = self.lanes.load_bytes(pointer, np.full(len(self.gate), 4*n*i), 4*n, self.gate)
     return numerics.bits_as(numerics.words_of(raw), "float32")
   # lanes
@@ -109,7 +109,7 @@ class Numbers:
     """Returns c plus the two or four numbers of type `dtype` in each dword of x."""
     return self.lanes.dot(x, np.full(x.shape, ONES_OF[dtype], np.uint32), c, dtype)
   def times_ones(self, matrix:Any, p:Value, c:Value, dtype:str) -> Value:
-    """Returns c + P times a matrix of ones, computed by the instruction `matrix`: each element is a sum over a row of P."""
+    """Returns c plus the row sums of P: the instruction `matrix` multiplies P by a matrix of ones."""
     ones = np.full((2, p.shape[-1]), ONES_OF[dtype], np.uint32)
     # whether P is A or B depends on the matrix instruction
     a, b = matrix.with_ones(p, ones)

@@ -22,7 +22,7 @@ LANGUAGES: dict[str, type[Printer]] = {"hip": Hip, "cuda": Cuda}
 
 @dataclass
 class KernelText:
-  """C++ text that one kernel needs for operations of attn: the expressions that call the operations, and the functions that are called."""
+  """C++ text that a kernel needs for operations of attn: expressions that call the operations, and the C++ functions that are called."""
   language: str
   arch: str
   functions: dict[str, str] = field(default_factory=dict)                          # by name and types; a function stands after its callees
@@ -95,7 +95,7 @@ def compound(name:str, inline:bool=False, suffix:str="") -> Callable[[Callable[.
   return define
 
 def instruction(name:str, meaning:Callable[..., Any], hip:Any=None, cuda:Any=None, *, atomic:bool=False) -> None:
-  """Registers the operation `name`, one instruction: `meaning` is its numpy function, `hip` and `cuda` are its texts or make them."""
+  """Registers `name`, an operation of one instruction: `meaning` computes it in numpy; `hip` and `cuda` are texts, or functions that return texts."""
   # A text is an expression with {0} and {1} for the operands, a Body, or a function (printer, C type of the result, **static) that returns one of
   # these; None if the language has no such instruction.
   OPERATIONS[name] = Operation(meaning, hip, cuda, atomic=atomic)

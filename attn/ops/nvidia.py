@@ -69,13 +69,13 @@ def _put_text(printer:Any, out:str, kind:str) -> Body:
 instruction("put", lambda lanes, to, value, gate, kind: _put(lanes, to, value, gate), cuda=_put_text)
 
 def copy(to:UOp, source:UOp, step:tuple[int, int], nbytes:UOp, gate:UOp, piece:int) -> UOp:
-  """Returns a statement that copies `nbytes` (0 to 16) bytes from global to shared memory and zeros up to 16 bytes, if `gate` is true."""
+  """Returns a statement that, if `gate` is true, copies `nbytes` bytes (0 to 16) from global to shared memory, followed by zeros up to 16 bytes."""
   # `step` has two constants in bytes: the first is added to `to`, the second to `source`, so copies at several constant distances share one address
   # register. The copy is made in pieces of `piece` bytes (16, 2 or 1); `nbytes` and the address in `source` must be multiples of `piece`. If `piece`
   # is 16, the copy is asynchronous: the data have arrived only after `wait_copies`.
   return statement("copy", to, source, integer(nbytes), gate, step=step, piece=piece)
 def copy_number(to:UOp, source:UOp, there:UOp, gate:UOp) -> UOp:
-  """Returns a statement that starts a copy of 4 bytes from global to shared memory, where `gate` is true: of 0 if `there` is false."""
+  """Returns a statement that, if `gate` is true, starts to copy 4 bytes from global to shared memory; if `there` is false, 4 zero bytes arrive."""
   return statement("copy_number", to, source, there, gate)
 def put(to:UOp, value:UOp, gate:UOp) -> UOp:
   """Returns a statement that stores a number or a vector to shared memory at `to`, if `gate` is true."""
@@ -184,7 +184,7 @@ def clear(acc:UOp, *after:UOp) -> UOp:
   """Returns a statement that sets all C fragments in the register array `acc` to zero."""
   return statement("clear", acc[0], *after, count=acc.max_numel())
 def row_unit(fragments:list[UOp], row:int, factor:UOp, dtype:str) -> UOp:
-  """Returns 8 neighbouring elements of a row of a result, multiplied by `factor`, rounded to the 16-bit `dtype` and packed into 16 bytes."""
+  """Returns 8 neighbouring elements of one row in four C fragments, times `factor`, rounded to the 16-bit `dtype` and packed into 16 bytes."""
   # a lane has two of these elements in each of four neighbouring C fragments; `row` is 0 or 1, for the first or the second of the lane's two rows
   return emit("row_unit", U4, *fragments, factor, row=row, dtype=dtype)
 def pack_a(fragments:list[UOp], dtype:str) -> UOp:

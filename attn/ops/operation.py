@@ -52,7 +52,7 @@ class Lanes(Protocol):
   def wait_stores(self, but:int) -> Array:
     """Makes each active thread wait for its groups of stores, except the last `but` groups. Returns zeros."""
   def arrive(self, with_copies:bool=True) -> Array:
-    """Makes the active threads arrive at their workgroup's mbarrier, with `with_copies` only when their stores are complete. Returns zeros."""
+    """Makes the active threads arrive at their workgroup's mbarrier, if `with_copies` only when a thread's stores are complete. Returns zeros."""
   def await_arrivals(self, parity:Array) -> Array:
     """Makes the active threads wait for the end of the mbarrier's next phase, whose number is even or odd as `parity` says. Returns zeros."""
   def only(self, gate:Array) -> AbstractContextManager[None]:
@@ -88,7 +88,7 @@ class Lanes(Protocol):
 
 @dataclass(frozen=True)
 class Body:
-  """Body of a generated C++ function, as text: one statement a line, the last of them a return; with the names of the function's parameters."""
+  """Body of a generated C++ function, as text with one statement a line and a return at the end, and the names of the function's parameters."""
   statements: str
   parameters: str                            # names of the parameters, separated by spaces
   template: tuple[tuple[str, int], ...] = () # template parameters (name, value): numbers that must be compile-time constants
@@ -116,7 +116,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Operation:
-  """Definition of an operation: the numpy function that computes it, and its HIP and CUDA text or the function that makes them."""
+  """Definition of an operation: a numpy function that computes the result, and HIP and CUDA texts, or functions that make these texts."""
   # meaning(lanes, *operands, **static) computes the operation in numpy
   meaning: Callable[..., Any]
   # hip, cuda: the texts of an instruction; None if the language cannot express the instruction

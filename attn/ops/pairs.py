@@ -1,5 +1,4 @@
-"""Operations for NVIDIA that hide scores by a caller's mask_mod. They compute the mask behind a branch, only in tiles of which it hides some scores.
-"""
+"""Operations for NVIDIA that set scores to -inf where mask_mod hides a key. A branch skips mask_mod in tiles in which mask_mod hides nothing."""
 from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from attn.tinygrad_compat import Ops, UOp, dtypes
 # ***** conditions *****
 
 class PairValue(NamedTuple):
-  """A value that an operation gets or loads: "row" number n, "loaded" number n, or the "column"."""
+  """An operand of a mask: number n of the values that depend on the row alone ("row"), number n of the loaded values ("loaded"), or the column
+  index."""
   # "row": what depends on the row alone; "loaded": an element of a tensor at the column
   of: str
   number: int = 0
@@ -28,7 +28,7 @@ class PairValue(NamedTuple):
 PairExpression = Any     # a PairValue, an int, or a tuple of the name of a function in PAIR_FUNCTIONS and its operands, which are PairExpressions
 
 class PairFunction(NamedTuple):
-  """A function of int32 numbers and conditions, as CUDA text and in numpy."""
+  """A function of int32 numbers and bools, such as a sum or a comparison, as CUDA text and in numpy."""
   text: str
   meaning: Callable[..., Array]
 
@@ -46,7 +46,7 @@ TAKE_CONDITIONS = ("AND", "OR", "XOR", "CMPLT", "CMPNE", "CMPEQ", "WHERE")     #
 
 @dataclass(frozen=True)
 class PairCondition:
-  """A traced mask, divided into what depends on the row alone and the rest."""
+  """A traced mask_mod, divided into expressions that depend on the row alone, loaded tensor elements, and an expression that combines them."""
   expression: PairExpression     # how the mask follows from the column, the numbers of the row and the loaded numbers
   rows: tuple[UOp, ...]          # expressions that depend on the row alone, or on neither row nor column
   loaded: tuple[UOp, ...]        # int32 elements of tensors, such that neighbouring columns load neighbouring elements
@@ -55,7 +55,8 @@ class NotInOperations(Exception):
   """Raised for an expression that the operations of this module do not have."""
 
 def pair_condition(mask:UOp, column:UOp) -> PairCondition|None:
-  """Divides a traced mask; `column` is the symbol that differs from column to column. Returns None if the operations lack some of its arithmetic."""
+  """Divides a traced mask_mod into a `PairCondition`; `column` is the symbol for the column index. Returns None if no operation computes a part of
+  the mask."""
   # they have int32 arithmetic, conditions, and elements of tensors that lie side by side
   found: dict[str, dict[UOp, PairValue]] = {"row": {}, "loaded": {}}
   def rest(u:UOp, of:str) -> PairValue: return found[of].setdefault(u, PairValue(of, len(found[of])))
@@ -76,7 +77,7 @@ def pair_condition(mask:UOp, column:UOp) -> PairCondition|None:
   except NotInOperations: return None
 
 def quotient_or_remainder(u:UOp, x:PairExpression) -> PairExpression:
-  """Returns a quotient or a remainder `u` with the dividend `x` as a PairExpression."""
+  """Converts `u`, a quotient or a remainder, to a PairExpression; `x` is the dividend."""
   # only a quotient by a positive constant, rounded down
   by, of, is_quotient = u.src[1], u.src[0], u.op in (Ops.FLOORDIV, Ops.CDIV)
   if by.op is not Ops.CONST or (n := int(by.val)) <= 0 or (of.vmin < 0 and u.op in (Ops.CDIV, Ops.CMOD)): raise NotInOperations
@@ -96,7 +97,7 @@ def pair_expression_value(x:PairExpression, values:dict[PairValue, Array]) -> An
 
 @dataclass(frozen=True)
 class PairOperands:
-  """The pairs of two rows and some columns to which a lane's scores belong, as operands of an operation."""
+  """Operands of an operation that needs to know which rows and columns a lane's scores have: two rows, and some columns of each."""
   condition: PairCondition                 # which pairs are visible
   column: UOp                              # the column symbol's value at the lane's first column
   rows: tuple[list[UOp], list[UOp]]        # for each row the values of `PairCondition.rows`
@@ -116,13 +117,14 @@ class PairOperands:
 TWO_ROWS = ("low", "high")
 
 def in_fragments(distances:tuple[int, ...], pair:Callable[[int, int], Any]) -> list[list[Any]]:
-  """Returns `pair(row, distance)` for each element of a lane's C fragments, in a list for each fragment."""
+  """Returns a list for each C fragment of a lane, with `pair(row, distance)` for each element; `distance` counts columns from the lane's first
+  one."""
   # a fragment has two columns of each of the two rows
   return [[pair(row, n) for row in range(len(TWO_ROWS)) for n in columns] for columns in zip(distances[::2], distances[1::2])]
 
 def seen_pairs(lanes:Any, operands:Sequence[Any], condition:PairExpression, counts:tuple[int, int], limited:tuple[str, ...],
                distances:tuple[int, ...]) -> list[list[Array]]:
-  """Returns whether each pair is visible, in the form of `in_fragments`."""
+  """Returns for each element of a lane's C fragments whether the query sees the key, in one list for each fragment."""
   # `operands` are the values of `PairOperands.operands`, the other parameters `PairOperands.static`
   take = iter(operands)
   column, (of_row, loads) = next(take), counts

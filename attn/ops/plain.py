@@ -69,7 +69,7 @@ class Plain:
     return new_uop(u.op, tuple(srcs), srcs[0].dtype, u.arg) if vector else u.replace(src=tuple(srcs))
 
   def indexed(self, u:UOp, at:UOp) -> Elements:
-    """Returns, for the vector that `u` indexes, the indices of its single numbers, because plain buffers have no vectors as elements."""
+    """Returns the index of each number in the vector that `u` loads or stores: buffers of plain kernels have single numbers as elements."""
     buffer, index, there = self.found[u.src[0]], at.get_idx(), at.get_valid()
     n = 4*VECTORS[u.dtype][1]//buffer.dtype.itemsize
     def place(i:int) -> UOp:

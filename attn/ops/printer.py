@@ -145,7 +145,7 @@ class Printer:
     """Declares a C++ operator between operands of types x and y, if the language does not have it."""
   def call(self, name:str, out:str, *xs:Value) -> Term: return Term(self, f"{name}({', '.join(bare(self.term(x).text) for x in xs)})", out)
   def elementwise(self, name:str, scalar:str, *xs:Value) -> Term:
-    """Renders a call of the C++ function `name`, and declares the function: it computes the text `scalar`, e.g. "{0} + {1}", for each element."""
+    """Renders a call of the C++ function `name`, and declares this function, which computes the text `scalar`, e.g. "{0} + {1}", for each element."""
     terms = [self.term(x) for x in xs]
     n = max(length_of(t.type) for t in terms)
     if n == 1: return Term(self, scalar.format(*[bare(t.text) for t in terms]), "float")
@@ -156,7 +156,7 @@ class Printer:
     self.declare(f"{name}({', '.join(t.type for t in terms)})", f"{self.header}{out} {name}({parameters}) {{\n{result}\n}}")
     return self.call(name, out, *terms)
   def declare(self, key:str, text:str) -> None:
-    """Adds the C++ function `text` to the declarations before the kernel, unless one with this `key` (name and parameter types) is there."""
+    """Declares the C++ function `text` before the kernel, unless a function with the same `key` (name and parameter types) is declared already."""
     # different functions with one key are a mistake in the text of an operation
     if self.functions.setdefault(key, text) != text: raise ValueError(f"two different functions {key}:\n{self.functions[key]}\n{text}")
   def log2(self, x:Value) -> Value: return self.elementwise("log2_of", self.functions_of_numbers["log2"], x)

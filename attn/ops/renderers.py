@@ -44,7 +44,7 @@ def vector_types(text:str, before:list[str]) -> list[str]:
           for name, element, n in sorted(names, key=lambda x: (x[1], int(x[2]))) if name not in declared]
 
 def c_type(u:UOp) -> str:
-  """Returns the C type of an operand: if the operand is a pointer to registers, the type of one register, and void for other pointers."""
+  """Returns the C type of an operand: for a pointer to registers the type of one register, for other pointers void."""
   name = C_NAMES.get(u.dtype, u.dtype.name)
   return POINTERS.get(u.addrspace, f"{name}*" if u.addrspace is AddrSpace.REG and u.op is Ops.INDEX else name)
 
@@ -69,7 +69,7 @@ class OperationsPrinter(CStyleLanguage):
     # tinygrad declares a type only if a kernel computes with it
     raise NotImplementedError
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:
-    """Returns the source of a kernel. In attn's kernels, the functions of its operations and the line MARK come before it."""
+    """Returns the source of a kernel. A kernel of attn gets the line MARK, and the C++ functions of its operations, before it."""
     if not is_ours(function_name, uops):
       return super().render_kernel(function_name, kernel, bufs, uops, prefix)
     functions = list(self.operations.functions.values())
@@ -98,7 +98,7 @@ class HipOperations(OperationsPrinter):
     self.held, self.before = second_bounds(uops) if is_ours(name, uops) else set[UOp](), made_before_branches(uops)
     return super()._render(uops)
   def held_text(self, x:UOp) -> str:
-    """Returns the text of a maximum or minimum of a number and a constant, which is hidden from clang."""
+    """Returns the text of a maximum or minimum of a number and a constant, as a call that clang cannot see through."""
     bound, of = x.src[1].src[0].arg, x.src[2]
     least = is_minimum(x)
     name = "not_above" if least else "not_below"
@@ -106,7 +106,7 @@ class HipOperations(OperationsPrinter):
     # a minimum min(x, n) comes as ~max(~x, ~n): `x` is the maximum in it
     return f"~not_above({bare(self[of.src[0]])}, {~bound})" if least else f"not_below({bare(self[of])}, {bound})"
   def branch_text(self, x:UOp) -> str:
-    """Returns the "if" line of a branch. Inline assembly before the line makes clang compute values first that need all lanes."""
+    """Returns the "if" line of a branch, after inline assembly that makes clang compute values before the branch if they need all lanes."""
     # clang takes inline assembly in HIP for an operation across lanes, so it moves neither the assembly nor the values into the branch
     return "\n".join([*(f'asm volatile("" :: "v"({self[value]}));' for value in self.before[x]), f"if ({self[x.src[0]]}) {{"])
   def render_kernel(self, function_name:str, kernel:list[str], bufs:Any, uops:list[UOp], prefix:list[str]|None=None) -> str:

@@ -30,7 +30,8 @@ LOWEST = -float(np.finfo(np.float32).max)   # finite, and not above any finite s
 
 @dataclass(frozen=True)
 class RowLanes:
-  """How rows lie in vectors of scores: each lane's vector has parts of `rows` rows, concatenated; lanes `steps` apart have other parts of them."""
+  """How a lane's vectors hold scores of several queries: parts of `rows` queries, concatenated. Lanes `steps` apart hold other keys of these
+  queries."""
   rows: int
   steps: tuple[int, ...]
   # kind of instruction by which the lanes that share a row exchange values
@@ -117,7 +118,7 @@ def too_large(c:Any, packed:list[Value]) -> Value:
   return ~((functools.reduce(operator.or_, [x + c.word(ALL_SET_BEFORE) for x in words]) & c.word(SIGNS)) == c.word(0))
 
 def lane_sums(c:Any, total:LocalVariable, x:Value, rows:int) -> None:
-  """Adds the elements of x, a lane's vector of P, to `total`: one sum for each of `rows` rows; for one row, sums of even and of odd elements."""
+  """Adds the elements of x, a lane's P, to `total`, which has a sum for each of `rows` queries, or for one query two sums: even and odd elements."""
   # two sums of one row, so that additions are packed in pairs
   if rows == 1:
     for i in range(0, c.length(x), 2): c.assign(total, total.value + c.part(x, i, 2))
@@ -161,7 +162,8 @@ LEAST_SCALE, MOST_SCALE = 2.0**-100, 2.0**122     # a scale and its reciprocal, 
 OF_NO_ROW = 2.0**-40     # instead of a scale that is no positive number. It is below the scale of any row of float16 numbers
 
 def in_range(c:Any, x:Value) -> Value:
-  """Returns the scales `x`, with those replaced that are too small, too large, zero or NaN, so that P can be multiplied and divided by all."""
+  """Returns the scales `x`. Scales that are too small, too large, zero or NaN are replaced, so that P can be multiplied and divided by every
+  scale."""
   # see `stored.scale_in_range`
   def element(i:int) -> Value:
     scale = c.element(x, i)
@@ -209,12 +211,12 @@ class RowScales:
 NORMAL = {"float16": 2.0**-14, "bfloat16": 2.0**-126}     # smallest normal numbers
 
 def with_scales(c:Any, x:Value, scales:Value, rows:int, operation:Callable[[Value, Value], Value]) -> Value:
-  """Returns operation(row, scales) for each of `rows` rows of scores, concatenated in `x`; `scales` has one scale for each key."""
+  """Splits `x`, scores of `rows` queries, into one vector for each query, and returns operation(vector, scales) of all, concatenated."""
   each = [operation(y, scales) for y in by_row(c, x, rows)]
   return c.join(*each) if rows > 1 else each[0]
 
 def without_scales(c:Any, packed:Value, p:Value, scales:Value, rows:int, dtype:str) -> Value:
-  """Returns the sum of P for each row. `packed` holds P times the scales of V, rounded; each element is divided by its key's scale first."""
+  """Returns the sum of P for each query, after division of each element by the scale of its key; `packed` holds P times the scales of V, rounded."""
   # The sum so has the same rounding errors as the product with V. The weights `p`, before the scales and the rounding, are used where the rounding
   # made a product 0 or denormal.
   n = c.length(p)//rows
@@ -236,7 +238,8 @@ def scaled_weights(p:UOp, scales:UOp, rows:int=1) -> UOp:
   """Returns P, a vector of `rows` rows, concatenated, where each element is multiplied by the scale of its key's row of V."""
   return emit("scaled_weights", p.dtype, p, scales, rows=rows)
 def sum_without_scales(total:UOp, packed:UOp, p:UOp, scales:UOp, dtype:str) -> UOp:
-  """Returns `total` plus each row's sum of P. `packed` holds P times the scales of V, rounded; each element is divided by its key's scale first."""
+  """Adds the sum of P for each query to `total`. `packed` holds P times the scales of V, rounded; each element is divided by its key's scale
+  first."""
   # `p` has the weights before the scales were multiplied in
   return emit("without_scales", total.dtype, total, packed, p, scales, rows=length(total), dtype=dtype)
 
@@ -373,8 +376,8 @@ def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, ro
 def correct(reference:UOp, addend:UOp, l:UOp, acc:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str,
             sums:tuple[str, ...], matrix:Any, scale:float, above:float, first:int=0, count:int|None=None, scales:UOp|None=None,
             at:ScalesAt=IN_REGISTERS, factor:UOp|None=None) -> UOp:
-  """Returns a statement that, if any sum of P in `part` is too large, inf or NaN, raises `reference`, which scores are reduced by, and recomputes
-  P."""
+  """Returns a statement that, if a sum of P in `part` is too large, inf or NaN, increases `reference`, the number subtracted from scores, and
+  recomputes P."""
   # A sum of P in a lane is too large if it exceeds 2^above (`above` > 0), or if a score exceeds its query's reference (`above` = 0); with P of 8
   # bits, an element of P may be too large as well. Then the reference of every query of the wave becomes the query's largest score so far (for 8
   # bits a number below it, see `lift_of`). The correction is one statement, because tinygrad has no branch around stores to registers.
@@ -424,7 +427,7 @@ def raised(reference:UOp, top:UOp, scale:float, above:float) -> UOp:
   # a row that has seen no key before gets `top`, too
   return emit("raised", reference.dtype, reference, top, rows=length(reference), scale=scale, above=above)
 def weights_from(scores:UOp, reference:UOp, scale:float) -> UOp:
-  """Returns P = exp2((scores - reference[r])*scale), where `scores` is one vector of rows of equal length, and r is the row."""
+  """Returns P = exp2((scores - reference[r])*scale) for each row r; `scores` is one vector that holds rows of equal length, concatenated."""
   # the subtraction comes first, so that large scores lose no accuracy
   return emit("weights_from", scores.dtype, scores, reference, rows=length(reference), scale=scale)
 def rescale(acc:UOp, factors:UOp, *after:UOp) -> UOp:
@@ -439,7 +442,7 @@ def _lane_sum(c:Any, total:Value, x:Value, *, rows:int) -> Value:
   return sums.value
 
 def lane_sum(total:UOp, p:UOp, rows:int) -> UOp:
-  """Returns a lane's sums `total`, increased by P: one sum for each row, or, if `rows` is 1, one of even and one of odd elements."""
+  """Adds a lane's P to its sums `total`, one for each of `rows` queries; for one query there are two sums, of even and of odd elements."""
   return emit("lane_sum", total.dtype, total, p, rows=rows)
 
 @compound("rounded_sum")

@@ -18,7 +18,7 @@ def _scale_in_range(c:Any, x:Value) -> Value: return in_range(c, x)
 def _zero_or_nan(c:Any, x:Value) -> Value: return x*0.0
 
 def scale_in_range(x:UOp) -> UOp:
-  """Returns scales `x` of rows of V, with those replaced that are too small, too large, zero or NaN, so that P can be divided by them."""
+  """Returns the scales `x` of rows of V. Scales that are too small, too large, zero or NaN are replaced, so that P can be divided by every scale."""
   # At least 2^-100. A scale that is not positive, is NaN, or is above 2^122 becomes OF_NO_ROW, which is 2^-40: a row of zeros has the scale 0, and
   # in place of the scale of a missing row memory may hold any number.
   return emit("scale_in_range", x.dtype, x)

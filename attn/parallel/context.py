@@ -188,7 +188,7 @@ def cut(u:UOp, axis:int, first:int, count:int) -> UOp:
   return u.shrink(tuple((first, first + count) if i == axis else (0, n) for i, n in enumerate(u.max_shape)))
 
 def rows_in_buffer(u:UOp, axis:int, first:int, count:int) -> UOp:
-  """Copies rows first..first+count-1 along an axis of `u` to a new buffer; returns `u` itself if it has no other rows."""
+  """Copies rows first..first+count-1 along an axis of `u` to a new buffer; returns `u` itself if `u` has only these rows."""
   # tinygrad's `contiguous()` would make a view of a buffer that is already contiguous, and tinygrad's memory planner would not know that the buffer
   # is still in use
   return u if count == u.shape[axis] else filled_with_rows(cut(u, axis, first, count))
@@ -275,7 +275,7 @@ class GatheringDevice:
              for _ in launches[:SLOTS]]
     return GatheringDevice(c, number, t, launches, slots, [{} for _ in slots])
   def keys(self, n:int, name:str, rows:range) -> UOp:
-    """Returns the region of a buffer of launch n that has the rows `rows` of k or v (`name`), counted in the whole sequence."""
+    """Returns the region, in a buffer of launch n, for the rows `rows` of k or v (`name`); `rows` counts in the whole sequence."""
     (_, heads), p = self.launches[n][0], self.c.problem
     row, first = heads*(p.D if name == "k" else p.Dv), self.c.shards.keys_gathered(p, self.number).start
     return region_of(bare_buffer(self.slots[n % SLOTS][name]), (rows.start - first)*row, len(rows)*row)
@@ -457,13 +457,15 @@ def run_shared_rows(c:SharedRows, inputs:Mapping[str, UOp], attend:Attend) -> di
   return {name: on_all(name) for name in OUTPUTS} | {f"merged_{name}": u.after(call) for name, u in buffers.items()}
 
 def exchanged(c:SharedRows, parts:list[list[ContextPart]]) -> list[list[ContextPart]]:
-  """Merges the partial results on each device into one, and copies it to all devices; returns for each device the results that it then has."""
+  """Merges the partial results on each device into one, and copies this one to every device. Returns, for each device, the merged results of all
+  devices."""
   # A device whose queries see no key has no result.
   found = [(i, merged_part(c, some, i)) for i, some in enumerate(parts) if some]
   return [[ContextPart(part.rows, part.found if i == to else part.found.copy_to_device(name)) for i, part in found]
           for to, name in enumerate(c.devices)]
 
 def first_launch(p:Problem, shards:SequenceShards) -> Problem:
-  """Returns the problem of the first launch that any device makes over one device's keys; `p` if no query sees a key."""
+  """Returns a launch's problem as an example: the first launch in which some device attends to the keys of a single device, or `p` without
+  launches."""
   some = [launch for device in range(shards.count) for _, launches in shards.plan(p, device) for launch in launches]
   return replace(launch_problem(p, some[0]), out_dtype="float32") if some else p

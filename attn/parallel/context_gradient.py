@@ -54,7 +54,7 @@ class RowGradient:
   found: Tensor
 
 def added_up(parts:list[RowGradient], shape:tuple[int, ...], axis:int, device:str) -> Tensor:
-  """Adds up `parts`, gradients of some rows each, to the gradient of a device's whole tensor, which has this `shape`."""
+  """Adds up `parts`, gradients of some rows each. Returns the gradient of the whole tensor on one device; `shape` is that tensor's shape."""
   # A part is padded with zeros to all rows. The additions run one after another, so that at most two padded parts are in memory at a time.
   total = None
   for part in parts:
@@ -77,7 +77,7 @@ def launch_gradients(c:SharedRows, launch:ContextLaunch, held:dict[str, UOp]) ->
   return {name: Tensor(t[name]).sum(0).contiguous() for name in ("dq", "dk", "dv")}
 
 def on_every(c:SharedRows, each:list[Tensor], axis:int|None) -> UOp:
-  """Joins the tensors `each`, one per device, to one tensor that is sharded along `axis`; if `axis` is None, they are equal copies."""
+  """Joins the tensors `each`, one per device, to one tensor that is sharded along `axis`; if `axis` is None, `each` has equal copies."""
   first, *rest = [x.contiguous().uop for x in each]
   if isinstance(c.at.device, str): return first
   return first.mstack(*rest) if axis is None else first.mstack(*rest).unshard(axis)

@@ -85,7 +85,7 @@ def pair_seen(p:Problem, queries:SequencePiece, keys:SequencePiece, offset:int|N
   return seen_keys(p.window, p.offset + queries.start - keys.start if offset is None else offset, queries.rows, keys.rows, goes_by_distance(p))
 
 def as_one(p:Problem, queries:PieceRun, keys:PieceRun) -> SeenKeys|None:
-  """Returns one mask that is right for all these pieces together, so that a single launch can compute them; None if no such mask exists."""
+  """Returns a mask that is right for all pieces of `queries` and `keys`, so that a single launch can compute them; None if there is no such mask."""
   # The window and offset of the mask count from the first query and the first key.
   if not (queries.unbroken and keys.unbroken): return None
   def moved(x:SequencePiece, y:SequencePiece) -> int:

@@ -27,7 +27,7 @@ Cells = dict[tuple[int, int], list[Holder]]    # (row, column) -> holders of thi
 # ***** AMD: S^T = K Q^T *****
 
 def steps_of(mat:Matrix, h:int) -> dict[int, tuple[int, int]]:
-  """Returns {k: (number of the matrix instruction, index in the lane's operand)} for the columns k of an operand's row that lane group h holds."""
+  """Returns {k: (number of the matrix instruction, index in the lane's operand)} for each column k that lane group h holds of an operand's row."""
   # k counts the elements over which a product sums. A lane reads its operands in units of 16 bytes. The row is as short as possible with whole units
   # and whole operands.
   units = [u.simplify().vmin for u in units_of(mat, contraction(mat, 1), UOp.const(h))]

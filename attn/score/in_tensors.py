@@ -8,7 +8,7 @@ from attn.score.places import Positions
 from attn.tinygrad_compat import Ops, Tensor, UOp, dtypes
 
 def parts_in_tensors(value:UOp, s:Tensor|None, at:Positions, given:Mapping[str, Tensor]) -> dict[UOp, Tensor]:
-  """Computes a traced function in tensor operations; returns {UOp inside `value`: its tensor, broadcastable to (B, Hkv, H/Hkv, Sq, Sk)}."""
+  """Computes a traced function in tensor operations. Returns {UOp inside `value`: tensor of this UOp, broadcastable to (B, Hkv, H/Hkv, Sq, Sk)}."""
   # `s` are the scores that the function gets; None for a mask_mod.
   places = {BATCH: at.counted[0], QUERY_HEAD: at.head, QUERY: at.place_of_query, KEY: at.place_of_key}
   made = {symbol: x.cast(dtypes.int) for symbol, x in places.items()} | ({} if s is None else {SCORE: s})

@@ -162,7 +162,8 @@ class Lifted:
 
   # ***** elements of tensors *****
   def element(self, u:UOp) -> Evaluated:
-    """Loads what u reads, an element of one of mod_tensors: once, if all scores of the lane read the same element, otherwise for each score."""
+    """Loads the element of a tensor in mod_tensors that u reads: once if the lane's scores all read the same element, otherwise once for each
+    score."""
     # For a query or key that does not exist, the index may lie outside the tensor. Then some other element is loaded, and its value is not used.
     parts = [self.parts[s] for s in indices_of(u)]
     if all(x.same is not None for x in parts): return Evaluated(same=self.loaded(u, [x.same for x in parts if x.same is not None]))

@@ -29,7 +29,7 @@ def both_hold(x:Tensor|None, y:Tensor|None) -> Tensor|None:
 
 @dataclass(frozen=True)
 class Mask:
-  """A mask, such as the window, as a row of the table of masks: which keys a query sees, in kernels and in tensor operations."""
+  """A mask, such as the window: the functions that compute, in kernels and in tensor operations, which keys a query sees."""
   name: str               # field of Problem that says what it hides, or "count"
   seen: SeenColumns  # interval of columns that a row sees: decides which tiles a kernel loops over, and which need a mask
   plain: PlainMask  # the mask in tensor operations

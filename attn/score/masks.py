@@ -90,8 +90,7 @@ def fixed_in_sequence(p:Problem) -> tuple[str, ...]:
   return (*[term.name for term in score_terms(p) if not term.moves], *masks)
 
 def check_moves(p:Problem) -> None:
-  """Raises NotImplementedError if a score term or mask needs positions in the whole sequence, which a device with a shard of the keys does not
-  know."""
+  """Raises NotImplementedError for a score term or mask that needs positions in the whole sequence: a device with a shard of the keys lacks them."""
   # Keys are sharded over devices here and not gathered, so a device does not know these positions.
   if names := fixed_in_sequence(p):
     raise NotImplementedError(f"{' and '.join(names)} with k and v sharded along their rows: needs the positions of keys in the whole sequence, but "

@@ -8,7 +8,8 @@ from attn.tinygrad_compat import Tensor, UOp
 
 @dataclass(frozen=True)
 class Walk:
-  """How a workgroup goes through the score matrix: it owns rows and loops over columns. Columns are keys or queries (`over`), rows the others."""
+  """How a workgroup goes through the score matrix: it owns rows and loops over columns. If `over` is "keys", columns are keys and rows are queries;
+  otherwise the reverse."""
   p: Problem
   over: str            # "keys" or "queries"
   offset: int|UOp      # from the index of a row to the column where the diagonal meets it

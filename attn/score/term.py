@@ -117,7 +117,7 @@ class TermTensor:
 
 @dataclass(frozen=True)
 class ScoreTerm:
-  """A score term: an operation on scores between Q K^T and the softmax, as a row of the table (softcap, ALiBi, bias, score_mod)."""
+  """A score term (softcap, ALiBi, bias or score_mod): functions that change scores between Q K^T and the softmax, and their derivative."""
   name: str                           # field of Problem that says whether the term is in use
   value: TermValue
   # None: the backward kernels cannot compute the derivative, and tinygrad differentiates `plain`.

@@ -115,7 +115,7 @@ def address_of(buffer:Any) -> Any:
   return getattr(buffer._buf, "value", buffer._buf)
 
 def addresses_of(buffer:Any) -> list[Any]:
-  """Returns the buffer's address, one for each device if it is a buffer on several."""
+  """Returns the addresses of a buffer, one for each device on which the buffer lies."""
   return [address_of(b.ensure_allocated()) for b in (buffer.bufs if isinstance(buffer, MultiBuffer) else [buffer])]
 
 # **** installation of both changes ****

@@ -21,7 +21,7 @@ def device_of(name:str) -> Compiled:
   with Context(ALLOW_DEVICE_USAGE=1): return Device[name]
 
 def c_compiler(name:str) -> str|None:
-  """Returns the command by which tinygrad compiles C for a device, or None if it compiles no C for it."""
+  """Returns the command by which tinygrad compiles C for a device, or None if tinygrad compiles no C for this device."""
   command = os.environ.get("CC", "clang")
   try: return command if isinstance(device_of(name).renderer.compiler, ClangCompiler) else None
   # A CPU device does not open if the command is missing.

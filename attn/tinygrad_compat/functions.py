@@ -109,7 +109,8 @@ def wanted_of(names:Iterable[str]) -> set[str]:
   return {name for i, name in enumerate(names) if not _wanted or i in _wanted[-1]}
 
 def inside(own:Callable[..., Any]) -> Callable[..., Any]:
-  """Wraps `own`, tinygrad's function that differentiates a call, so that `inside_function` and `wanted_of` know which call this is."""
+  """Wraps `own`, tinygrad's function that differentiates a call. `inside_function` and `wanted_of` then know the call that is being
+  differentiated."""
   @functools.wraps(own)
   def differentiate(ctx:UOp, call:UOp, needed:set[int]) -> tuple[UOp|None, ...]:
     # The gradient of a `@function` becomes a `@function`, too.
@@ -125,7 +126,7 @@ def inside(own:Callable[..., Any]) -> Callable[..., Any]:
 gradient.call_gradient = inside(gradient.call_gradient)
 
 def path_to_targets(root:UOp, targets:set[UOp]) -> tuple[list[UOp], dict[UOp, bool]]:
-  """Returns the UOps through which `root` depends on the tensors `targets`, and {UOp under root: whether it depends on one}."""
+  """Returns the UOps through which `root` depends on the tensors `targets`, and {UOp under root: whether the UOp depends on a target}."""
   # tinygrad's own function also walks through the AST of every kernel, which takes half of the time of a gradient.
   on_path: dict[UOp, bool] = {}
   for u in root.toposort(enter_calls=False): on_path[u] = any(x in targets or on_path.get(x, False) for x in u.src)

@@ -57,7 +57,7 @@ def made_with_places(make:Callable[[], Any], internal:Callable[[str], bool]) -> 
   with with_attributes(UOpMetaClass, __call__=noted): return make(), places
 
 def lowered_with_places(sink:UOp, renderer:Renderer, places:Places) -> list[UOp]:
-  """Lowers a kernel as `lower` does; gives each UOp that replaces another one the other's (file, line) in `places`."""
+  """Lowers a kernel as `lower` does. In `places`, a UOp that replaces an older UOp gets the (file, line) of the older UOp."""
   unified, walk, replace = RewriteContext.unified_rewrite, RewriteContext.walk_rewrite, UOp.replace
   # A UOp that replaces another one gets its place.
   def inherit(new:UOp, old:UOp) -> UOp:

@@ -68,8 +68,8 @@ def next_buffer() -> int:
   return int(next(UOp.unique_num))
 
 def recipe_of(results:Iterable[UOp], changing:tuple[UOp, ...], first:int) -> Recipe|None:
-  """Records how `results` are computed from the UOps `changing`; buffers numbered from `first` on belong to the record. None if it cannot be
-  recorded."""
+  """Records how `results` are computed from the UOps `changing`; returns None if they need another buffer numbered below `first`, or a symbolic
+  shape."""
   results, known = tuple(results), frozenset(changing)
   *nodes, _ = UOp.sink(*results).toposort(gate=lambda u: u not in known, enter_calls=False)
   # Buffers with numbers from `first` on belong to the expression. Any other buffer may be another one in the next call. A shape must have no

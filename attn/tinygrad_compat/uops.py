@@ -58,7 +58,7 @@ spec_names["VectorDType"] = lambda name: next(dtype for dtype in VECTORS if dtyp
 
 # **** buffers and their views (attn/calls/views.py) ****
 def buffer_under(u:UOp) -> UOp|None:
-  """Returns the buffer that `u` is, or of which `u` is a view, with the writes to it that are pending; None for a computed value."""
+  """Returns the buffer behind `u` (`u` itself, or the buffer that `u` is a view of), after all pending writes; None if `u` is a computed value."""
   while not u.has_buffer_identity() and u.op in GroupOp.Movement: u = u.src[0]
   inner = u
   while inner.op is Ops.CONTIGUOUS: inner = inner.src[0]
@@ -130,7 +130,7 @@ def with_outputs(sink:UOp) -> UOp:
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 def with_accesses(program:UOp, slots:Collection[int]) -> UOp:
-  """Marks the parameters with numbers in `slots` as read and written by a compiled kernel, so that other kernels wait for it."""
+  """Marks the parameters with numbers in `slots` as read and written by a compiled kernel, so that later kernels wait for this kernel."""
   # In a graph under TinyJit, kernels then wait for other kernels that read or write these tensors.
   info = program.arg
   return program.replace(arg=replace(info, outs=tuple(sorted({*info.outs, *slots})), ins=tuple(sorted({*info.ins, *slots})))) if slots else program
