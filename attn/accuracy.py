@@ -157,8 +157,8 @@ def _largest_error(x:Array, dtype:str) -> Array:
 
 @dataclass(frozen=True)
 class _Moments:
-  """Errors of each element of a result before the element is rounded to the output's dtype: variance of rounding errors, and limit of all other
-  errors."""
+  """Errors of each element of a result, before the element is rounded to the output's dtype: variance of the rounding errors, and a limit of all
+  other errors."""
   variance: Array  # of an element's rounding errors
   slack: Array  # limit of the element's other errors
   alike: Array  # some terms of the element have equal rounding errors, which cannot cancel
@@ -198,7 +198,8 @@ def _rounding(w:Array, dtype:str, flushes:bool, off:Array|float=0.0) -> tuple[Ar
 # ***** sums *****
 
 def _squares(r:Array, x:Array, factor:Array|None=None, centre:Array|None=None) -> Array:
-  """Computes for each row and column the sum over j of (r_j (factor_j x_j - centre))^2, a variance; `factor` None means 1, `centre` None means 0."""
+  """Computes for each row of r and column of x the sum over j of (r_j (factor_j x_j - centre))^2, a variance; `factor` None means 1, `centre` None
+  means 0."""
   # This is the variance of the error of the sum over j of weight_j (factor_j x_j - centre), if the weights of a row have independent errors with the
   # standard deviations r_j. r and `factor` (None: 1) are (..., n, m), x is (..., m, columns), `centre` (None: 0) and the result are (..., n,
   # columns).
@@ -308,7 +309,7 @@ def _clean(x:Array) -> Array: return _finite(x.astype(np.float64))
 
 @dataclass(frozen=True)
 class _Pairs:
-  """Values in float64 from which the error limits of o and lse are computed, such as the weights P."""
+  """Values in float64, such as the weights P, from which the error limits of o and lse are computed."""
   # An array is (..., H, Sq, Sk), or (..., H, Sq, 1). The heads of k and v are repeated, so that q, k and v have equal numbers of heads.
   dtype: str
   flushes: bool
@@ -329,8 +330,8 @@ class _Pairs:
   weights: Array         # P; with rows of 8 bits, P times the scale of the key's row of V. Forward rounds these numbers times a factor of each row
   short: ShortSums|None = None           # how the matrix unit adds, if not in fp32
   def kept(self, a:Array) -> Array:
-    """Applies dropout to `a`, which has a value for each pair of a query and a key: 0 for a dropped pair, otherwise the value times 1/(1 -
-    dropout_p)."""
+    """Applies dropout to `a`, which has a value for each query and key: the value becomes 0 if dropout drops the pair, otherwise it is multiplied by
+    1/(1 - dropout_p)."""
     return a if self.factor is None else a*self.factor
 
 def _off_by_the_cap(off:Array, step:TermStep, x:Options, dtype:str) -> tuple[Array, Array]:
@@ -492,7 +493,7 @@ def law_of_gradients(q:Array, k:Array, v:Array, do:Array|None, dlse:Array|None, 
 
 @dataclass(frozen=True)
 class _Gradients:
-  """Values in float64 from which the exact gradients and their error limits are computed, such as dS."""
+  """Values in float64, such as dS, from which the exact gradients and their error limits are computed."""
   t: _Pairs
   do: Array
   heads: int                 # key/value heads
@@ -558,7 +559,7 @@ class _Gradients:
     return self.product(self.by_key(p), self.by_key(np.square(p*self.p_off)), self.rows(self.do))
 
   def of_scores(self, weights:Array, shape:tuple[int, ...]) -> _Moments:
-    """Returns the errors of a gradient of this `shape` (of a bias, or of ALiBi slopes), which is the sum of `weights` * dS over scores."""
+    """Returns the errors of a gradient of this `shape` (of a bias, or of ALiBi slopes): a sum of `weights` * dS over the scores."""
     # The gradient of an element is an fp32 sum of `weights` * dS, over all scores (B, H, Sq, Sk) to which the element is broadcast. `weights` (Sq,
     # Sk) is the derivative of a score by the term: 1 for a bias, the distance |i - j| for slopes.
     mass = weights*self.t.p

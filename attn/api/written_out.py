@@ -12,7 +12,8 @@ from attn.tinygrad_compat import GroupOp, Ops, Rerouted, Tensor, UOp, dtypes, ma
 # Such models are tinygrad's models with latent attention (MLA), extra/models/t5.py and examples/mlperf/models/gpt_oss.py.
 
 def stored_in_its_dtype(t:Tensor) -> Tensor:
-  """Returns `t`; if `t` views a cache whose pending stores write rows of another dtype, these stores now cast the rows to the cache's dtype."""
+  """Returns `t`. If `t` views a cache to which pending stores write rows of another dtype, the stores in the result first cast these rows to the
+  cache's dtype."""
   # Without a cast, tinygrad renders a store of a vector such as *(half4*)p = make_float4(...), which the compilers of CUDA and HIP refuse.
   after = t.uop
   while after.op in GroupOp.Movement: after = after.src[0]
@@ -31,7 +32,7 @@ class WrittenScores(NamedTuple):
   seen: tuple[UOp, ...] = ()  # conditions: -inf where one is False
 
 class WrittenWeights(NamedTuple):
-  """Weights that a model computes from `scores` by a softmax, whose sum includes exp(sink) unless `sink` is None."""
+  """Weights that a model computes by a softmax of `scores`; the softmax's sum includes exp(sink) unless `sink` is None."""
   scores: UOp
   sink: UOp|None = None
 
@@ -112,7 +113,7 @@ class WrittenOut:
     return None
 
   def selected(self, condition:Tensor, x:Tensor, y:Tensor) -> WrittenScores|None:
-    """Returns the scores condition.where(x, y) if one of x and y is scores and the other -inf, otherwise None."""
+    """Returns condition.where(x, y) as masked scores if one of x and y is scores and the other one is -inf; None otherwise."""
     for seen, of, other in ((condition, x, y), (condition.logical_not(), y, x)):
       if filled_with(other.uop) == -math.inf and (found := self.scores(of.uop)) is not None: return found._replace(seen=(*found.seen, seen.uop))
     return None

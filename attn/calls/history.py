@@ -44,19 +44,20 @@ class Origin:
 
 @dataclass(frozen=True, eq=False)
 class Made:
-  """Record of one output buffer of attention: which call wrote it, and which other outputs of the call must stay in memory with it."""
+  """Record of one output buffer of attention: the call that wrote the buffer, and the other outputs of the call that must stay in memory with the
+  buffer."""
   origin: Origin
   needs: tuple[UOp, ...]  # kept alive by this record
 
 made: WeakKeyDictionary[UOp, Made] = WeakKeyDictionary()    # keys: the buffers of outputs
 
 def lies_in(u:UOp) -> UOp:
-  """Returns the UOp of the buffer that holds an output of attention, without the reshapes and launches around it."""
+  """Returns the buffer that holds an output of attention, without the reshapes and launches around the buffer in the graph."""
   while u.op in (Ops.RESHAPE, Ops.AFTER): u = u.src[0]
   return u
 
 def keep_inputs(outputs:Sequence[UOp], inputs:Sequence[UOp], gradient:Callable[..., Any]) -> None:
-  """Records a call of attention, so that its inputs stay in memory as long as its first output does."""
+  """Records a call of attention, so that the call's inputs stay in memory as long as its first output does."""
   buffers = [lies_in(u) for u in outputs]
   def kept(u:UOp) -> Input|int: return buffers.index(lies_in(u)) if lies_in(u) in buffers else Input.of(u)
   # Under TinyJit no inputs are kept, because each replay of the captured call has other inputs.

@@ -13,7 +13,7 @@ Graph = Mapping[str, UOp]     # UOps by name
 
 @dataclass
 class KeptGraph:
-  """Record of the UOps that one kind of call makes, from which later calls make the same UOps on other inputs."""
+  """Record of the UOps that one kind of call makes. From the record, later calls make the same UOps on other inputs."""
   names: tuple[str, ...]|None = None  # of its results; None before the first call
   recipe: Recipe|None = None  # makes an equal graph; None if no recipe is possible
 

@@ -11,7 +11,7 @@ from attn.score.sums import sum_over_scores
 from attn.tinygrad_compat import Tensor
 
 def gradient_of_element(p:Problem, sums:Tensor, block_m:int, block_n:int) -> Tensor:
-  """Returns the fp32 gradient of a tensor that score_mod reads by an expression such as table[i - j]; `sums` are sums of dS (gradients of scores)."""
+  """Returns the fp32 gradient of a tensor that score_mod reads by an expression such as table[i - j]; `sums` are sums of dS, made by a kernel."""
   # If score_mod reads the tensor in several expressions, as in table[i - j] + table[h], the caller adds the gradients. `p.by_element` is the number
   # of the expression. `sums` come from the kernel `backward_dbias`, whose workgroup owns block_m queries and block_n keys.
   assert p.by_element is not None

@@ -52,7 +52,7 @@ class KeptLists:
 
 @contextlib.contextmanager
 def lists_made_last() -> Iterator[None]:
-  """Context that delays the computation of lists of visible tiles that are kept for later calls, until the context ends."""
+  """Context that delays the kernels that compute lists of visible tiles for later calls until the end of the context."""
   # So code in the context can start to compile the kernels that read the lists before the kernels that make the lists.
   with KeptLists.lock:
     KeptLists.delays += 1

@@ -40,10 +40,10 @@ class Neighbours:
   @property
   def plain(self) -> Array: return self.full_end - self.full_begin
   def all_masked(self) -> Neighbours:
-    """Returns a copy in which every visited tile counts as masked."""
+    """Returns a copy of these intervals in which every visited tile counts as masked."""
     return replace(self, full_end=self.full_begin)
   def kinds(self) -> Array:
-    """Returns SKIPPED, WITH_MASK or NO_MASK for each tile, as an array (sequences, 1, blocks, tiles)."""
+    """Returns a number for each tile, SKIPPED, WITH_MASK or NO_MASK, as an array (sequences, 1, blocks of queries or keys, tiles)."""
     def inside(first:Array, end:Array) -> Array: return (first[..., None] <= (n := np.arange(self.tiles))) & (n < end[..., None])
     return (inside(self.begin, self.end).astype(np.int8) + inside(self.full_begin, self.full_end))[:, None]
 
@@ -59,10 +59,10 @@ class Listed:
   @property
   def plain(self) -> Array: return self.lists[..., 1] - self.lists[..., 0]
   def all_masked(self) -> Listed:
-    """Returns a copy in which every visited tile counts as masked."""
+    """Returns a copy of these lists in which every visited tile counts as masked."""
     return replace(self, lists=np.concatenate([self.lists[..., 1:2], self.lists[..., 1:]], -1))
   def kinds(self) -> Array:
-    """Returns SKIPPED, WITH_MASK or NO_MASK for each tile, as an array (batches, heads, blocks, tiles)."""
+    """Returns a number for each tile, SKIPPED, WITH_MASK or NO_MASK, as an array (batches, heads, blocks of queries or keys, tiles)."""
     found = np.full((*self.lists.shape[:-1], self.tiles), SKIPPED, np.int8)
     for place in np.ndindex(*found.shape[:-1]):
       partly, count, *order = self.lists[place]

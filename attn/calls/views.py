@@ -38,7 +38,8 @@ def count_of(n:Size) -> tuple[Count, tuple[UOp, ...]]|None:
   return Count(variables, sum(int(x.val) for x in constants)), tuple(bound)
 
 def as_a_variable(n:Size) -> tuple[Size, dict[UOp, UOp]]:
-  """Replaces a size that is a sum of Variables by a single Variable; returns (this Variable, substitution that puts it into expressions)."""
+  """Replaces a size that is a sum of Variables by a single Variable; returns (this Variable, substitution that makes other expressions use this
+  Variable)."""
   # For any other size nothing changes. tinygrad can divide a multiple of a Variable by the Variable, but not a multiple of a sum by the sum.
   if isinstance(n, int) or (found := count_of(n)) is None: return n, {}
   whole, one = UOp.variable("rows", n.vmin, n.vmax), found[1][0]

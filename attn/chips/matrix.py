@@ -77,10 +77,10 @@ class Matrix:
   @property
   def tile_keys(self) -> int: return self.M                       # keys of a tile of scores
   def c_row(self, h:Int, i:Int) -> Int:
-    """Returns the row of C in which element i of a lane in lane group h lies."""
+    """Returns the row of matrix C that element i of a lane's C fragment has, for a lane in lane group `h`."""
     return i//self.block*(self.block*self.groups) + h*self.block + i%self.block
   def key_of(self, h:Int, n:Int) -> Int:
-    """Returns the index in the tile of the key to which the n-th score of a lane in lane group h belongs."""
+    """Returns the index, in the tile, of the key that belongs to the n-th score of a lane in lane group `h`."""
     # a lane holds scores of one query with several keys, from one or more matrix tiles: n first counts the scores of the first tile, then those of
     # the next
     return self.c_row(h, n % self.accumulator) + n//self.accumulator*self.M
@@ -90,7 +90,7 @@ class Matrix:
     tile, d = d//self.M*self.M, d%self.M
     return tile + self.c_row(d//self.accumulator, d%self.accumulator)
   def column_of(self, row:Int) -> Int:
-    """Returns the row of V^T that row `row` of operand A holds: the inverse of `row_of`."""
+    """Returns the row of V^T that row `row` of operand A holds in the product O^T = V^T P^T: the inverse of `row_of`."""
     tile, r = row//self.M*self.M, row%self.M
     return tile + r//self.block%self.groups*self.accumulator + r//(self.block*self.groups)*self.block + r%self.block
 
@@ -146,7 +146,7 @@ class Mma:
   def tile_keys(self) -> int: return self.N                         # keys of a tile of scores
   def c_row(self, lane:Int, i:int) -> Int: return lane//self.groups + i*8     # i: which of the two rows
   def key_of(self, h:Int, n:int) -> Int:
-    """Returns the index of the key to which the n-th score of lane `h` (0 to 3) belongs, where four lanes share a row of S."""
+    """Returns the index, in the tile, of the key that belongs to the n-th score of lane `h` (0 to 3), where four lanes share a row of S."""
     # a lane holds two neighbouring scores of each tile of S: n first counts those of the first tile, then those of the next
     return n//self.block*self.N + h*self.block + n%self.block
   def a_address(self, lane:Int) -> tuple[Int, Int]:

@@ -13,7 +13,7 @@ from attn.chips.matrix import Matrix
 EVERY = 1000    # number above every release of LLVM: a table row for this release and older ones is for every release
 
 class Burden(IntEnum):
-  """Work of a kernel on each score besides the softmax, from PLAIN (none) to BIAS (needs most registers)."""
+  """How much work a kernel has on each score besides the softmax, from PLAIN (no work) to BIAS (the most registers)."""
   # Each member needs more registers than the one before it. So a kernel with enough registers for one member has enough for all members before it.
   PLAIN = 0
   MASK = 1

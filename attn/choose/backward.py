@@ -189,7 +189,7 @@ def most_seen(p:Problem, over:str) -> int:
   return max(0, last - first + 1)
 
 def parts_of_sum(x:KernelSum, arch:Chip) -> int:
-  """Chooses how many partial results the run `x` of `backward_dbias` stores; 0 means that it stores the sum itself."""
+  """Chooses how many partial results one run of `backward_dbias`, described by `x`, stores; 0 means that the kernel stores the whole sum."""
   share = BiasShare(x.p, x.tile.block_m, x.tile.block_n)
   if share.summed.diagonals: return 0
   found = share.trips if share.uneven else min(share.trips, arch.cus//share.workgroups)
@@ -237,13 +237,14 @@ def memory_of(p:Problem, arch:Chip, parts:Parts) -> int:
 def nbytes(tensor:tuple[tuple[int, ...], str]) -> int: return (FLOATS | INTS)[tensor[1]].itemsize*math.prod(tensor[0])
 
 def tiles_of(p:Problem, arch:Chip) -> Tiles:
-  """Returns the tile descriptions of the kernels of dq, and of dk and dv, for a problem that the backward kernels can compute."""
+  """Returns (tile description of the kernel for dq, tile description of the kernel for dk and dv) for a problem that the backward kernels can
+  compute."""
   found = can_differentiate(p, arch)
   assert not isinstance(found, str)
   return found
 
 def can_differentiate(p:Problem, arch:Chip|None) -> Tiles|str:
-  """Returns the tile descriptions of the kernels of dq, and of dk and dv, or the reason why neither kernel is used."""
+  """Returns (tile description of the kernel for dq, tile description of the kernel for dk and dv), or the reason why attn uses neither kernel."""
   # Raises NotImplementedError if ATTN_KERNEL asks for backward kernels that cannot compute the gradients.
   if (asked := asked_for()).backward == BY_TINYGRAD: return f"ATTN_KERNEL={BY_TINYGRAD} asks for another kernel"
   if isinstance(found := kernel_tiles(p, arch, asked.units), str): check_not_forced(found)
@@ -255,7 +256,8 @@ def check_not_forced(reason:str) -> None:
 
 @cache_of_kernels
 def kernel_tiles(p:Problem, arch:Chip|None, units:tuple[str, ...]=UNITS) -> Tiles|str:
-  """Returns the tile descriptions of the best kernels of dq, and of dk and dv, or the reasons why no backward kernel can run."""
+  """Returns (tile description of the best kernel for dq, tile description of the best kernel for dk and dv), or the reasons why no backward kernel
+  can run."""
   # `units` has the endings of the names of the kernels that may be chosen.
   if arch is None: return NO_UNIT
   if p.of_8_bits: return f"q, k and v are {p.dtype}: attention of 8-bit floats has no gradient"

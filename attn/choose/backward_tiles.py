@@ -60,7 +60,7 @@ def wgmma_backward_tile(p:Problem, arch:Chip, keys:bool) -> WgmmaBackwardTile:
   return WgmmaBackwardTile(**vars(replace(found, groups=min(found.groups, ceildiv(rows, wgmma.M)))), matrix=MMA[p.dtype], keys=keys)
 
 def in_halves(p:Problem) -> WgmmaBackwardShape|None:
-  """Returns the tile shape of the kernel of dk and dv whose two warpgroups share P, or None if another kernel computes `p`."""
+  """Returns the tile shape of the kernel in which two warpgroups share P to compute dk and dv, or None if another kernel computes `p`."""
   # The second warpgroup has no S, so it cannot compute a derivative that depends on S, and it does not know what dropout drops.
   if p.D <= MOST_OF_BOTH or p.Dv != p.D or varies(p) or p.dropout_p or p.wide_scores: return None
   return next(row.shape for row in HALVES_WGMMA if row.up_to >= p.D)
@@ -176,7 +176,7 @@ def faster_at_once(p:Problem) -> FasterAtOnce:
   return FASTER_ON_WGMMA.get((p.D, " with ".join(slowing_options(p))), FasterAtOnce())
 
 def not_faster_at_once(p:Problem, tile:WgmmaBackwardTile, faster:FasterAtOnce) -> str|None:
-  """Returns why one kernel for all gradients of `p` is not known to be faster than two kernels; None if measurements showed that it is."""
+  """Returns why one kernel for all gradients of `p` is not known to be faster than two kernels; None if it was measured to be faster."""
   options, hidden, not_faster = slowing_options(p), hiding(p), "right, but was not measured to be faster than two kernels"
   if not faster.windows: return f"{' with '.join((*options, f'D={p.D}'))}: {not_faster}"
   window, mask = p.window, " with ".join((f"window={p.window}", *options))

@@ -130,7 +130,8 @@ def into_ranges(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile_of(replace(p, num_splits=number), arch), number)
 
 def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns how the kernel `tiled`, which uses no matrix instructions, divides the problem (`Work`), or the reason why it cannot compute it."""
+  """Returns how `tiled`, the kernel without matrix instructions, divides the problem (`Work`), or the reason why `tiled` cannot compute the
+  problem."""
   try: check_range(p, tile := tile_of(p, arch))
   except NotImplementedError as e: return str(e)
   if arch.serial and (reason := too_many_parts(p, arch, math.prod(blocks_of_queries(p, tile)), p.all_heads)) is not None: return reason
@@ -138,7 +139,8 @@ def over_threads(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
   return Work(tile, splits.resolve(replace(p, num_splits=p.num_splits or int(not arch.cus)), arch, tile).num_splits)
 
 def by_tensors(p:Problem, arch:Chip, tile_of:TileOf) -> Work|str:
-  """Returns the `Work` (how a problem is divided) of attention in plain tensor operations, or the reason why it cannot compute the problem."""
+  """Returns the `Work` (how a problem is divided) of attention in plain tensor operations, or the reason why tensor operations cannot compute the
+  problem."""
   if p.num_splits > 1: return f"num_splits={p.num_splits}: three_pass supports no key ranges"
   return Work(None)
 
@@ -227,7 +229,8 @@ def forward_of(p:Problem, arch:Chip, tile:AnyTile) -> Callable[..., UOp]:
 WIDENING, TURNING = "widened_wgmma", "turned_wgmma"     # kernels before which another one converts k and v to 16 bits, or transposes V
 
 def prepared(before:Preparation) -> Callable[[Problem, Chip, Any], Callable[..., UOp]]:
-  """Returns a function that makes the wgmma forward kernel for the buffers that an earlier kernel, `before`, has written."""
+  """Returns a function that builds the wgmma forward kernel; the kernel reads buffers that an earlier kernel, `before`, has written, in place of k or
+  v."""
   return lambda p, arch, tile: forward(WgmmaForward.of)(before.problem(p, tile), arch, tile)
 
 # best first: a problem gets the first kernel that can compute it and that would not be slower than another
@@ -286,7 +289,7 @@ def single_kernel(p:Problem, arch:Chip) -> tuple[Callable[..., UOp], AnyTile]:
   return program_of(choice, p), choice.work.tile
 
 def asked_for() -> Forced:
-  """Returns the kernels that the environment variable ATTN_KERNEL asks for."""
+  """Returns the names of the kernels that the environment variable ATTN_KERNEL demands."""
   return forced(tuple(KERNELS))
 
 def choose(p:Problem, arch:Chip|None) -> Choice:

@@ -22,7 +22,7 @@ WAYS = {name: tuple(unit for unit in UNITS if name in NAMES_ON[unit]) for names 
 
 @dataclass(frozen=True)
 class Forced:
-  """The kernels that ATTN_KERNEL asks for: names of a forward and a backward kernel, each "" if attn may choose freely."""
+  """The kernels that ATTN_KERNEL demands: a forward and a backward kernel, by name; the name is "" where attn may choose freely."""
   forward: str
   backward: str
   # Matrix units that ATTN_KERNEL allows for the gradients, as endings of kernels' names, such as "_mma". All backward kernels of a gradient are for
@@ -30,7 +30,7 @@ class Forced:
   units: tuple[str, ...] = UNITS
 
 def forced(kernels:Sequence[str]) -> Forced:
-  """Returns the kernels that ATTN_KERNEL asks for, where `kernels` has the names of the forward kernels. Raises ValueError for unknown names."""
+  """Returns the kernels that ATTN_KERNEL demands. `kernels` has the names of all forward kernels. Raises ValueError for a name that no kernel has."""
   return _parsed(os.environ.get("ATTN_KERNEL", ""), tuple(kernels))
 
 @functools.cache

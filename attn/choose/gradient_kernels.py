@@ -84,7 +84,8 @@ class GradientKernels:
   general: bool = False                                             # as in `dispatch.ForwardKernel`
 
   def tiles(self, p:Problem, arch:Chip) -> Tiles|str:
-    """Returns the tile descriptions of the kernels of dq, and of dk and dv, or the reason why the kernels cannot compute the gradients."""
+    """Returns (tile description of the kernel for dq, tile description of the kernel for dk and dv), or the reason why these kernels cannot compute
+    the gradients."""
     if (reason := self.lacks(arch) or self.refuses(p, arch)) is not None: return reason
     try:
       tiles = self.tile(p, arch, False), self.tile(p, arch, True)

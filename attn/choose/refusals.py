@@ -33,13 +33,12 @@ NO_UNIT = f"none of the kernels runs on this device; they know {', '.join(CHIPS)
 CONVERTED = ("int8", "fp8e4m3", "fp8e4m3fnuz")     # formats of stored rows that kernels convert: int8 on every chip, a chip's own floats on this chip
 
 def unconverted(p:Problem, arch:Chip) -> str|None:
-  """Returns why no kernel on the chip can read K and V in the 8-bit format in which they are stored, or None if one can."""
+  """Returns why no kernel on the chip can read K and V in the 8-bit format in which they are stored, or None if some kernel can."""
   able = [x for x in CONVERTED if x in ("int8", arch.fp8)]
   return f"stored={p.stored!r}: {arch.name} converts {' and '.join(able)}" if p.stored not in ("", *able) else None
 
 def bits_refused(p:Problem, arch:Chip, able:bool) -> str|None:
-  """Returns why no kernel can multiply q, k and v of 8-bit floats, or None if one can; `able` says whether the chip has kernels for its 8-bit
-  floats."""
+  """Returns why no kernel can multiply q, k and v of 8-bit floats, or None if some kernel can; `able`: the chip has kernels for its 8-bit floats."""
   # A chip has one format of 8-bit floats. `able` says whether there is a kernel that multiplies numbers of this format.
   if not p.of_8_bits or (able and p.dtype == arch.fp8): return None
   if able: return f"q, k and v are {p.dtype}: the 8-bit floats of {arch.name} are {arch.fp8}"
@@ -77,7 +76,8 @@ def wgmma_refuses(p:Problem, arch:Chip) -> str|None:
 MOST_PARTS = 8192    # half of the commands that tinygrad's queue for a CPU holds
 
 def too_many_parts(p:Problem, arch:Chip, blocks:int, heads:int) -> str|None:
-  """Returns why a device that runs one block of rows after another, such as a CPU, cannot run so many blocks; None if it can."""
+  """Returns why a device that runs one workgroup after another, such as a CPU, cannot run so many blocks of queries or keys; None if the device
+  can."""
   # Each block is a command in tinygrad's queue, which has limited room. `blocks` counts for each head, `heads` in all batches.
   if (parts := serial_items(p, blocks, heads)[0]) <= MOST_PARTS: return None
   return f"{parts} blocks of rows: {arch.name} takes at most {MOST_PARTS}, because tinygrad gives each its own command"
@@ -90,6 +90,6 @@ class Refusal:
   reason: str
 
 def most_telling(refusals:Sequence[Refusal]) -> str:
-  """Returns the one of several reasons that helps a user most."""
+  """Returns the reason, out of those in `refusals`, that helps a user most."""
   # Best is the reason of a kernel whose matrix unit the chip has, and which takes every problem that this unit can compute.
   return max(refusals, key=lambda x: (x.present, x.general)).reason

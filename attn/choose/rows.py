@@ -17,7 +17,7 @@ from attn.score.term import TermRegisters
 from attn.score.terms import crowded, heaviest
 
 def burden(p:Problem) -> Burden:
-  """Returns which property of the problem, such as a mask or a bias, takes the most registers in the kernel's loop."""
+  """Returns the property of the problem, such as a mask or a bias, that takes the most registers in the kernel's loop."""
   if crowded(p): return Burden.BIAS
   if heaviest(p) == TermRegisters.COLUMNS: return Burden.ALIBI
   if p.options or p.writes_lse: return Burden.OPTIONS

@@ -64,8 +64,7 @@ def busy(p:Problem, arch:Chip, tile:BlockTile) -> int:
   return 2 if number <= PARTS_AT_ONCE or keys > PAGED_KEYS else 1
 
 def quickest(choices:Iterable[int], workgroups:int, trips:int, block_n:int, places:int, numbers:int, longest:int=0) -> int:
-  """Returns the number of parts, one of `choices`, into which to divide each workgroup's loop so that an occupancy model predicts the earliest
-  end."""
+  """Returns one of `choices`: into how many parts to divide each workgroup's loop so that, by an occupancy model, the kernel ends earliest."""
   # Undivided, there are `workgroups` workgroups with `trips` iterations each (with a mask: on average) of `block_n` rows. The chip works on `places`
   # workgroups at a time. For one part of all loops the workgroups write `numbers` fp32 numbers, whose merging takes time.
   def one(trips:int, parts:int) -> int: return ceildiv(trips, parts)*block_n + PROLOGUE

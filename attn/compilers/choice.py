@@ -20,7 +20,7 @@ NAMES = ("clang", "comgr")   # values of ATTN_COMPILER
 # ***** the probe *****
 
 def _multiplies(i:int, m:Matrix) -> str:
-  """Returns C++ lines that execute a matrix instruction on operands from memory. The number `i` makes their variables' names unique."""
+  """Returns C++ lines that execute a matrix instruction on operands from memory. The number `i` makes the names of the C++ variables unique."""
   return f"""  typedef {VECTOR_ELEMENTS[m.operand_type]} operand{i} __attribute__((ext_vector_type({m.operand})));
   typedef float accumulator{i} __attribute__((ext_vector_type({m.accumulator})));
   operand{i} a{i} = ((operand{i}*)q)[lane];

@@ -79,7 +79,7 @@ class OutOfScope(EmulatorError): pass
 
 @dataclass
 class Finding:
-  """A faulty access to LDS: the class of the error, and a mask of the threads that made the access."""
+  """A faulty access to LDS: the class of the error, and a bool for each thread, whether it made the access."""
   error: type[EmulatorError]
   threads: Array
   # for each thread in a race: the wave that accessed the location before; for NotWaitedFor: the index of the asynchronous operation

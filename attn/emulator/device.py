@@ -19,7 +19,7 @@ from attn.emulator.plan import Plan
 DEFAULT_ARCH = "gfx942"
 
 class UOpCompiler(Compiler):
-  """Compiler of the emulator: its binary for a source text is a pickled list of the UOps that were rendered to this text."""
+  """Compiler of the emulator. Its binary for a source text is a list, pickled, of the UOps from which the text was rendered."""
   # the UOps of each text that the renderer in this process has rendered: the compiler looks them up
   printed: ClassVar[dict[str, list[UOp]]] = {}
   def __init__(self) -> None: super().__init__(None)   # nothing goes to the disk cache

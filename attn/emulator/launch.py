@@ -60,7 +60,7 @@ class Resident:
   def can_run(self) -> bool: return self.frame is None or self.frame.can_run
 
 def run_together(make:Callable[[int], Frame], meeting:Meeting, workgroups:int, resident:int) -> None:
-  """Runs all workgroups of a launch, at most `resident` at the same time; make(i) returns a Frame, the threads of workgroup i."""
+  """Runs all workgroups of a launch, at most `resident` at the same time; make(i) returns a `Frame`, which holds the threads of workgroup i."""
   random = meeting.random
   waiting = list(range(workgroups))[::-1] if random is None else random.permutation(workgroups).tolist()
   keeping = 1.0 if random is None else float(random.choice(KEEPING))

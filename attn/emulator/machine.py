@@ -156,7 +156,7 @@ class Frame(Threads):
     return to
 
   def iterate(self, slot:int, i:Any, bound:Array) -> bool:
-    """Begins iteration i of a loop with the threads where i < `bound`. Returns False if there are none."""
+    """Begins iteration i of a loop: only threads where i < `bound` stay active. Returns False if no thread is active."""
     self.v[slot] = i
     if not np.shape(bound): return bool(i < bound)
     self.mask = self.stack[-1]

@@ -69,7 +69,7 @@ class Meeting:
     return found if (found := self.known.get(wave)) is not None else np.zeros(self.count, np.int32)
 
   def waves_of(self, f:Threads, gate:Array) -> list[tuple[int, Array]]:
-    """Returns (index of the wave in the launch, its threads where `gate` is true) for each wave that has such threads."""
+    """Returns (index of a wave in the launch, threads of this wave where `gate` is true) for each wave with at least one such thread."""
     threads = np.flatnonzero(gate)
     return [(f.first*self.waves + int(w), threads[f.wave_of[threads] == w]) for w in np.unique(f.wave_of[threads])]
 
@@ -136,7 +136,7 @@ class Meeting:
   # ***** additions *****
 
   def in_order(self, threads:Array) -> Array:
-    """Returns `threads` in the order in which they execute an atomic operation: ascending, or random if ATTN_EMU_ORDER is set."""
+    """Returns `threads` in the order in which they execute an atomic operation: ascending by index, or random if ATTN_EMU_ORDER is set."""
     return threads if self.random is None else self.random.permutation(threads)
 
   def add(self, f:Threads, space:Space, memory:Array, at:Array, values:Array, gate:Array, sent:bool=False, sets:Array|None=None) -> None:

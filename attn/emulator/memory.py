@@ -48,7 +48,7 @@ class Allocation:
     self.outputs: dict[tuple[int, int], tuple[str, str, int, str]] = {}
 
 class View:
-  """A range of `size` bytes of an allocation, from byte `offset` on. tinygrad's Buffer holds a View instead of a device address."""
+  """A range of device memory: `size` bytes of an allocation, from byte `offset` on. A Buffer of tinygrad holds a View instead of a device address."""
   def __init__(self, base:Allocation, offset:int, size:int): self.base, self.offset, self.size = base, offset, size
   def sub(self, offset:int, size:int) -> View: return View(self.base, self.offset + offset, size)
   @property
@@ -63,7 +63,7 @@ class View:
     if self.base.written is not None and self.base.written.all(): self.base.written = None
 
   def stored_by(self, kernel:str, buffer:str, itemsize:int, stores:bool) -> None:
-    """Records that a kernel has run whose output `buffer`, with elements of `itemsize` bytes, is this memory."""
+    """Records that a kernel with the output `buffer`, whose elements have `itemsize` bytes, has run and that this memory is the output."""
     # `stores` is false if lowering has removed all stores to the buffer from the kernel
     if stores: self.settle()
     why = "" if stores else ": every store to it was simplified away, because its condition is never true or its loop has no iterations"
@@ -76,7 +76,7 @@ class View:
     self.settle()
 
   def check_written(self) -> None:
-    """Raises UnwrittenOutput if this range has an element of a kernel's output that was never written."""
+    """Raises UnwrittenOutput if a kernel's output in this range has an element that was never written."""
     if (written := self.written) is None or written.all(): return
     for (offset, size), (kernel, buffer, itemsize, why) in self.base.outputs.items():
       missing = np.flatnonzero(self.base.written[max(offset, self.offset):min(offset+size, self.offset+self.size)] == 0)   # type: ignore[index]

@@ -274,7 +274,8 @@ class Plan(EmulatedProgram):
   # ***** lifetimes *****
 
   def _lifetimes(self, uops:list[UOp]) -> tuple[list[list[int]], int]:
-    """Returns (for each step, the values that no later step needs; the most bytes per thread that all values take at one time)."""
+    """Returns a list and a number: for each step of the program, the values that no later step needs; and the most bytes per thread that all values
+    take at one time."""
     position = {u: i for i, u in enumerate(self.uops)}
     loop_of: list[tuple[int, int]] = sorted((self.loops[r], self.ends[r]) for r in self.loops)
     born: dict[int, int] = {}

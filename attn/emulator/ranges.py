@@ -148,7 +148,8 @@ class Ranges:
     return (min(low for low, _ in possible), max(high for _, high in possible)) if possible else None
 
   def _known_by(self, condition:UOp) -> tuple[NumberBounds, NumberBounds]:
-    """Returns two dicts {number: range} that follow from a condition such as x < y: one if the condition is true, one if it is false."""
+    """Returns two dicts {number: range} that follow from a condition such as x < y: the ranges if the condition is true, and the ranges if it is
+    false."""
     if condition.op is Ops.CMPLT and all(s in self.of for s in condition.src):
       x, y = condition.src
       (a, b), (c, d) = self.of[x], self.of[y]

@@ -60,7 +60,8 @@ class LdsShadow:
       self.pending.clear()
 
   def all_written(self, span:Span) -> bool:
-    """Returns whether every workgroup has written all locations of `span`, a range (first, end) of locations."""
+    """Returns True only if every workgroup has written all locations of `span`, a range (first, end). A False may be out of date until the next
+    barrier."""
     if self.complete or span in self.full: return True
     # to save time, a span is looked at only once between two barriers: until the next one the answer stays False
     if self.looked.get(span) == self.f.since: return False

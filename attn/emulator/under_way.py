@@ -53,7 +53,7 @@ class UnderWay:
   def commit(self) -> None: self.group = self.group + self.f.active
 
   def wait_copies(self, but:int) -> None:
-    """Makes the active threads wait for their asynchronous copies, except those in each thread's last `but` groups."""
+    """Makes the active threads wait for their asynchronous copies, except for the copies in each thread's last `but` groups of copies."""
     left, active = [], self.f.active
     for copy in self.copies:
       arrived = active[copy.by] & (copy.group < self.group[copy.by] - but)
