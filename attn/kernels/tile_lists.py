@@ -68,7 +68,8 @@ class SeenTiles:
 
 @dataclass(frozen=True)
 class ListedBlocks:
-  """Which lists of tiles a mask needs: for each `block_m` rows of scores, the tiles of `block_n` columns in which the mask leaves visible scores."""
+  """Shape of the lists of tiles that a mask needs. A block of `block_m` rows of scores has one list: the tiles of `block_n` columns with visible
+  scores."""
   p: Problem
   over: str                  # "keys": columns are keys and rows are queries; "queries": the other way round
   block_m: int
@@ -165,7 +166,7 @@ LOW_END, HIGH_END = 0, 1
 
 @dataclass(frozen=True)
 class Side:
-  """Parts of a mask function whose values depend only on the query, or only on the key, e.g. segment[query]."""
+  """The expressions in a mask function whose values depend only on the query, or only on the key, e.g. segment[query]."""
   expressions: tuple[UOp, ...]
   over: str   # what the rows or columns are: "keys" or "queries"
   size: int   # rows of a block, or columns of a tile
@@ -194,7 +195,8 @@ def extended(extremes:list[UOp], value:UOp, there:UOp) -> list[UOp]:
 
 @dataclass(frozen=True)
 class TilesTogether:
-  """What one workgroup examines: a block of queries and TILES_TOGETHER neighbouring tiles, to find which of these the mask hides or cuts."""
+  """What one workgroup examines: a block of queries with TILES_TOGETHER neighbouring tiles of keys, to find the tiles in which the mask hides
+  scores."""
   # THREADS_OF_A_TILE neighbouring threads belong to each tile
   x: SeenTiles
   items: Items
@@ -278,7 +280,8 @@ class TilesTogether:
     first = first_seen(walk, query)
     return (UOp.const(0) if first is None else first - before), last_seen(walk, query) - before
   def by_extremes(self) -> UOp:
-    """Returns SEEN if the mask hides no score of this thread's tile, HIDDEN if it hides all, judged by the ranges of its expressions; else 0."""
+    """Returns SEEN if the mask hides no score of this thread's tile, HIDDEN if it hides all, or 0 if the least and largest values of its expressions
+    do not decide."""
     x, tile, (of_queries, of_keys) = self.x, self.tile(self.own), sides_of(self.x)
     extremes = self.extremes(of_queries, self.block, THREADS_OF_A_LIST) | self.extremes(of_keys, tile, THREADS_OF_A_TILE)
     rows = self.block*x.queries, (self.block*x.queries + (x.queries - 1)).minimum(x.p.Sq - 1)
@@ -290,7 +293,8 @@ class TilesTogether:
     seen = (last_begin <= 0) & (first_end >= x.keys - 1) & always
     return hidden.where(int32(HIDDEN), seen.where(int32(SEEN), int32(0)))
   def looked(self, tile:UOp, now:list[UOp], i:UOp) -> list[UOp]:
-    """Returns now[0], bits (SEEN: a score is visible, HIDDEN: one is hidden), updated with the scores that loop iteration i evaluates."""
+    """Returns now[0], the bits SEEN (some score is visible) and HIDDEN (some score is hidden), updated with the scores that loop iteration i
+    evaluates."""
     # this thread evaluates the mask for a few neighbouring scores of one query
     x, index, width = self.x, i*THREADS_OF_A_LIST + self.items.thread, math.gcd(self.x.keys, OF_A_STEP)
     pieces, walk = x.keys//width, self.walk("keys")
@@ -305,7 +309,8 @@ class TilesTogether:
       return (c & (last >= n) & (first <= n)).where(int32(SEEN), exists.where(int32(HIDDEN), int32(0)))
     return [now[0] | of.there.where(functools.reduce(operator.or_, map(bit, range(width), conditions)), int32(0))]
   def by_scores(self, known:UOp) -> UOp:
-    """Evaluates the mask for every score of this thread's tile if `known` is 0; returns bits: SEEN (some visible), HIDDEN (some hidden)."""
+    """Evaluates the mask for every score of this thread's tile if `known` is 0; returns the bits SEEN (some score is visible) and HIDDEN (some score
+    is hidden)."""
     # `known` is the result of `by_extremes`. If it is 0, all threads evaluate the mask for the scores of the tile; if not, the returned number is not
     # defined.
     new, thread, of_tiles = self.items.new, self.items.thread, self.items.new.lds(THREADS_OF_A_LIST, dtypes.int)
@@ -348,7 +353,7 @@ def seen_in_tiles(x:SeenTiles) -> Callable[..., UOp]:
 # ***** the order of tiles *****
 
 def entry_of_table(x:ListedBlocks, table:UOp, of_list:UOp, block:UOp, tile:UOp) -> UOp:
-  """Returns the bitwise or of the table's entries that lie in tile `tile` of the list of block `block`."""
+  """Returns the bitwise or of the entries in `table` for all small tiles of which tile number `tile` of block number `block` consists."""
   (queries, keys), (_, blocks, tiles) = (x.of_table or x.sizes), x.table.shape
   row, column = (block, tile) if x.over == "keys" else (tile, block)
   def places(first:UOp, size:int, part:int, count:int) -> list[UOp]: return [(first*(size//part) + n).minimum(count - 1) for n in range(size//part)]

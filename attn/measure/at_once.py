@@ -94,7 +94,7 @@ def extras_of(told:str, sizes:WaysSizes) -> dict[str, np.ndarray]:
   return {f"cu_seqlens_{name}": np.arange(B + 1, dtype=np.int32)*n for name, n in (("q", Sq), ("k", Sk))} if "packed" in told else {}
 
 def rows_of_ways(words:list[str]) -> list[WaysRow]:
-  """Returns the problems of the comparison whose name contains every one of `words`."""
+  """Returns the problems to compare: those whose name contains every one of `words`."""
   sizes = [x for x in (*SIZES, *FURTHER_SIZES) if x[-1] <= MOST_COLUMNS]
   found = [WaysRow(x, told, options) for x, (told, options) in itertools.product(sizes, OF_PEERS.items())]
   found += [WaysRow(x, told, options, extras_of(told, x), "packed" in told)

@@ -99,7 +99,7 @@ def graph_timer(*outputs:Tensor) -> Callable[[], float]:
   return cuda_graph_seconds(schedule, runs_of_a_round(lambda: device_seconds(schedule)))
 
 def launches_of_call(p:Problem, arch:Chip) -> dict[str, BackwardLaunch]:
-  """Returns the launches that compute dq, dk and dv of a call of attention, by name, such as "dq" and "dkdv"."""
+  """Returns {name: launch} for the kernels that compute dq, dk and dv in a call of attention. A name is, for example, "dq" or "dkdv"."""
   p = split_into(of_backward(p), 1)
   return {name: x for name, x in backward_kernels(p, arch, False, parts_of_chosen(p, arch)).items() if name in GRADIENTS_OF_INPUTS}
 

@@ -105,7 +105,7 @@ def measured(row:SharedProblem, devices:tuple[str, ...]) -> MeasuredCall:
 
 @dataclass(frozen=True)
 class TimedPiece:
-  """A kernel, or a copy to a device, with its time if nothing runs beside it."""
+  """A kernel, or a copy to a device, with the time that it takes if nothing else runs."""
   device: str
   name: str
   ms: float

@@ -116,7 +116,7 @@ def our_timer(call:CheckedCall, work:Work|None=None) -> Callable[[], float]:
   return cuda_graph_seconds(schedule, STEPS) if str(call.at.device).startswith("CUDA") else lambda: device_seconds(schedule)
 
 def torch_graph_timer(run:Callable[[], Any]) -> Callable[[], float]:
-  """Returns a timer of one call of `run`: a function that launches a CUDA graph of STEPS calls and returns the mean seconds of one."""
+  """Returns a timer of one call of `run`: a function that launches a CUDA graph of STEPS calls and returns the mean seconds of a call."""
   import torch
   for _ in range(3): run()
   torch.cuda.synchronize()

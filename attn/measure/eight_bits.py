@@ -31,7 +31,7 @@ class EightBitRow:
 EIGHT_BIT_ROWS = [EightBitRow(d, causal) for d in (64, 128, 192, 256) for causal in (False, True)]
 
 def long_enough(seconds:Callable[[], float]) -> Callable[[], float]:
-  """Returns a timer that calls the timer `seconds` for about a quarter of a second, and returns the mean."""
+  """Returns a timer that calls the timer `seconds` for about a quarter of a second, and returns the mean of its results."""
   runs = runs_of_a_round(lambda: IN_A_GRAPH*seconds())
   return lambda: statistics.mean(seconds() for _ in range(runs))
 

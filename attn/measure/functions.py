@@ -72,7 +72,7 @@ FUNCTION_ROWS = (
   FunctionRow("softcap", not_after, of_causal, lambda s, b, h, i, j: (s/30).tanh()*30, torch_softcap, built_in={"causal": True, "softcap": 30.0}))
 
 def arrays_of_functions() -> dict[str, np.ndarray]:
-  """Returns by name the tensors that functions read, and "starts", the first rows of documents that are packed."""
+  """Returns {name: array} for the tensors that score_mods and mask_mods read, and for "starts", the first row of each packed document."""
   places, heads = np.arange(ROWS_OF_ALL, dtype=np.int32), np.arange(HEADS, dtype=np.float32)
   return {"table": np.random.default_rng(1).standard_normal((HEADS, 2*ROWS_OF_ALL), np.float32), "documents": places//DOCUMENT,
           "starts": np.arange(0, ROWS_OF_ALL + 1, DOCUMENT, dtype=np.int32), "slopes": 2.0**(-8*(heads + 1)/HEADS)}

@@ -34,7 +34,7 @@ def repeater(schedule:UOp) -> Callable[[int], float]:
   return seconds
 
 def timed_rounds(seconds:Callable[[int], float]) -> tuple[int, tuple[float, ...]]:
-  """Returns the number of runs in a round, and for each round the mean seconds of one run; `seconds(count)` measures `count` runs."""
+  """Returns (number of runs in a round, mean seconds of one run in each round); `seconds(count)` measures `count` runs."""
   # There is only one round if a single run takes longer than a round.
   if (once := seconds(1)) > ROUND_SECONDS: return 1, (once,)
   runs = runs_of_a_round(lambda: seconds(1))

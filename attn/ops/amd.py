@@ -158,7 +158,7 @@ def interleave(ahead:int, products:int, reads:int, steps:int, *after:UOp) -> UOp
   # puts them.
   return statement("interleave", *after, ahead=ahead, products=products, reads=reads, steps=steps)
 def opaque(x:UOp, trip:UOp) -> UOp:
-  """Returns the integer x. The compiler cannot know that x is equal for all `trip`, a loop's index, so it computes again what depends on x."""
+  """Returns the integer x, which to the compiler seems to depend on the loop index `trip`. So each iteration computes again what depends on x."""
   # `trip` is usually the index of a loop's iteration: without the new load the compiler would keep the loaded value in registers
   return emit("opaque", dtypes.int, integer(x), trip if trip.dtype == dtypes.float else integer(trip))
 

@@ -98,7 +98,7 @@ def _atomic_add_cuda(printer:Any, out:str, steps:tuple[int, ...], together:int) 
 instruction("atomic_add", _atomic_add, _atomic_add_hip, _atomic_add_cuda, atomic=True)
 
 def atomic_add(at:UOp, x:UOp, *after:UOp, gate:UOp=ALL_LANES, steps:tuple[int, ...]=(), together:int=1) -> UOp:
-  """Returns a statement that adds element i of x to the float32 number steps[i] elements after `at` in global memory, where `gate` is true."""
+  """Returns a statement that adds x[i] to the float32 number that lies steps[i] elements after `at` in global memory, where `gate` is true."""
   # `steps` has a distance for each element of x, by default 0, 1, 2 and so on. If `together` is 2 or 4, one instruction adds this many neighbouring
   # elements, whose address is a multiple of their size; `steps` then has one distance for each instruction. Only NVIDIA's chips from sm_90 on can do
   # this.
@@ -180,14 +180,14 @@ instruction("pass_turn", _pass_turn, _pass_text, Body(
   "counter first"), atomic=True)
 
 def await_turn(counter:UOp, number:UOp, first:UOp, *after:UOp) -> UOp:
-  """Returns a statement that waits, in lanes where `first` is true, until other workgroups have raised the int32 at `counter` to `number`."""
+  """Returns a statement that waits, in lanes where `first` is true, until the int32 at `counter`, to which other workgroups add 1, is `number`."""
   # what other workgroups did before they passed the turn is then visible: to this wave at once, to the other waves of the workgroup after a barrier
   return statement("await_turn", in_global(counter, dtypes.int, "counter"), integer(number), first, *after)
 def settle(*after:UOp) -> UOp:
   """Returns a statement, executed after `after`, that waits until this wave's additions and stores to global memory are complete."""
   return statement("settle", *after)
 def pass_turn(counter:UOp, first:UOp, *after:UOp) -> UOp:
-  """Returns a statement that adds 1 to the int32 at `counter`, in lanes where `first` is true, and so ends a turn."""
+  """Returns a statement that adds 1 to the int32 at `counter`, in lanes where `first` is true, and so ends this workgroup's turn."""
   # A wave that waits for the new number then sees what this wave did before. If other waves of the workgroup acted in the turn too, each of them
   # must call `settle`, and a barrier must follow, before the turn is passed.
   return statement("pass_turn", in_global(counter, dtypes.int, "counter"), first, *after)

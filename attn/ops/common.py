@@ -181,7 +181,7 @@ def from_first(offsets:tuple[int, ...]) -> tuple[int, ...]:
   # vectors of scores whose indices then agree can be masked by one rendered C function
   return tuple(x - offsets[0] for x in offsets)
 def weights(scores:UOp, addend:UOp, scale:float) -> UOp:
-  """Returns P = exp2(scores*scale + addend[r]), where `scores` is one vector of several rows of equal length, and r is the row."""
+  """Returns P = exp2(scores*scale + addend[r]). The vector `scores` holds several rows of equal length, and r is the index of a score's row."""
   return emit("weights", scores.dtype, scores, addend, rows=length(addend), scale=scale)
 
 # ***** memory *****

@@ -53,7 +53,7 @@ def _kept_octet(c:Any, seed0:Value, seed1:Value, batch:Value, head:Value, query:
   return functools.reduce(operator.or_, [c.at_least(c.let("word", x), least) << c.word(i) for i, x in enumerate(words)])
 
 def kept_octet(seed:tuple[UOp, UOp], batch:UOp, head:UOp, query:UOp, octet:UOp, p:float) -> UOp:
-  """Returns random bits for the eight keys 8*octet + j of a query: bit i + 16*h is 1 if dropout keeps key j = 2*i + h."""
+  """Returns a dword that says which of eight keys dropout keeps for a query: bit i + 16*h is 1 if it keeps key 8*octet + 2*i + h."""
   # `octet` is the index of the octet among the keys; `batch`, `head` and `query` are the indices of the query
   operands = [x.cast(dtypes.uint) for x in (*seed, batch, head, query, octet)]
   return emit("kept_octet", dtypes.uint, *operands, least=threshold(p))
@@ -67,7 +67,7 @@ def _together(c:Any, x:Value, place:Value, *, steps:tuple[int, ...], exchange:st
   return x
 
 def together(x:UOp, place:UOp, steps:tuple[int, ...], exchange:str) -> UOp:
-  """Returns one dword with the dropout bits of all lanes that share a query; this lane gives `x`, its bits from bit `place` of the dword on."""
+  """Returns one dword with the dropout bits of all lanes that share a query. The bits `x` of this lane begin at bit `place` of the dword."""
   # `x` has this lane's bits in its lowest bits, `place` is their position in the dword. Lanes whose indices differ by a distance in `steps` exchange
   # their bits, by the instruction `exchange` (`Matrix.exchange`).
   return emit("together", dtypes.uint, x, place.cast(dtypes.uint), steps=steps, exchange=exchange)

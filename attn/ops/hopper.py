@@ -52,7 +52,8 @@ def _read(lanes:Lanes, pointer:Any, lines:int, line:Callable[[Array], Array], un
   return bits.reshape(groups, -1, 8)[:, :lines*units].reshape(groups, lines, units*8)
 
 def _rows(lanes:Lanes, pointer:Any, rows:int, steps:int, panel:int) -> Array:
-  """Reads rows of a tile in shared memory that wgmma multiplies, 16*steps numbers of 16 bits of each: uint16 (warpgroups, rows, 16*steps)."""
+  """Reads 16*steps numbers of 16 bits from each row of a tile in shared memory, as wgmma does; returns them as uint16 (warpgroups, rows,
+  16*steps)."""
   # `panel` is the distance in bytes between panels, which hold 128 bytes of each row; a number of 16 bits may be a pair of 8-bit floats
   def line(i:Array) -> Array: return i//steps//8*ATOM + i//steps % 8*PANEL + i % steps//4*panel + i % steps % 4*2*K
   return _read(lanes, pointer, rows*steps, line, 2).reshape(-1, rows, steps*K)
@@ -62,7 +63,7 @@ def _elements(bits:Array, dtype:str) -> Array:
   return np.ascontiguousarray(bits).view(np.uint8) if IN_A_DWORD[dtype] == 4 else bits
 
 def _columns(lanes:Lanes, pointer:Any, keys:int, width:int, panel:int, begin:Array|int=0) -> Array:
-  """Reads `keys` rows of `width` 16-bit numbers of a tile in shared memory that wgmma multiplies, and transposes them: (warpgroups, width, keys)."""
+  """Reads `keys` rows of `width` 16-bit numbers from a tile in shared memory, as wgmma does; returns them transposed: (warpgroups, width, keys)."""
   # `panel` is the distance in bytes between panels, which hold 64 columns; `begin` is an offset in bytes from the start of the tile
   blocks = width//8
   def line(i:Array) -> Array: return i//blocks//8*ATOM + i//blocks % 8*PANEL + i % blocks//8*panel + i % blocks % 8*16
@@ -115,7 +116,8 @@ def _descriptor(name:str, pointer:str, apart:int=16) -> str:
   return f"unsigned long long {name} = (unsigned long long)(((unsigned)__cvta_generic_to_shared({pointer}) & 0x3ffffu) >> 4) | {rest}ull;"
 
 def _assembly(accs:int, descriptors:list[str], lines:list[str], operands:str, there:int) -> str:
-  """Returns inline assembly that runs wgmma instructions, the `lines`, into `accs` C fragments. It skips them if operand number `there` is 0."""
+  """Returns inline assembly that runs the wgmma instructions `lines` on `accs` C fragments. The assembly skips `lines` where its operand %`there` is
+  0."""
   # `operands` are the operands after the C fragments. Where operand `there` is 0, a thread commits a group without products, so waits that count
   # groups are the same for all threads. The branch is inside the assembly: with a branch around the assembly, ptxas would wait for each wgmma,
   # warning C7511.

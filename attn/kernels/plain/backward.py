@@ -182,7 +182,7 @@ class PlainBackward(Rectangle):
 
 @dataclass(frozen=True)
 class PlainTrip:
-  """The steps of a backward kernel on part number `t` of the rows over which it loops; each tile has `tile.parts` parts."""
+  """The steps of a backward kernel on part number `t` of the rows over which the kernel loops; each tile has `tile.parts` parts."""
   # accesses to local memory come after the operations `ready`
   of: PlainBackward
   t: UOp
@@ -200,7 +200,7 @@ class PlainTrip:
     """Returns four copies, as a vector, of the i-th number in the registers `x`, which have one number for each row that this thread owns."""
     return ops.splat(ops.extract(x[i//QUAD].load(), i%QUAD), QUAD)
   def of_walked(self, name:str) -> list[list[UOp]]:
-    """Loads one number of each query in this part of a tile, such as lse, as a list for each four neighbouring queries."""
+    """Loads one number, such as lse, of each query in this part of a tile. Returns a list for each group of four neighbouring queries."""
     rows = self.of.group.query_value_rows(name, self.of.own_rows[0].head)
     return [[rows.buffer[(rows.base + first + e).valid(first + e < rows.count)].load() for e in range(QUAD)] for first in self.firsts]
   def minus_delta(self, s:PlainState) -> Columns:

@@ -144,7 +144,7 @@ class PlainForward(Rectangle):
     return UOp.group(*stores).end(*loop)
 
   def finished(self, rows:list[list[UOp]], t:UOp) -> list[list[UOp]]:
-    """Returns scores in base e, after score terms and masks, of the raw scores `rows` of part number `t` of the keys; one list for each key."""
+    """Applies score terms and masks to `rows`, the raw scores with part number `t` of the keys; returns the scores in base e, a list for each key."""
     # `rows` and the result have a list for each key. The scores are regrouped by query for this, because parts/weights/scores.py works on one query
     # at a time.
     if self.part_scores.raw and not self.masked: return [[ops.mul(x, self.part_scores.unit.natural) for x in row] for row in rows]

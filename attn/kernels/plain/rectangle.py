@@ -186,13 +186,13 @@ class Rectangle:
   def p(self) -> Problem: return self.group.p
   @property
   def quads(self) -> range:
-    """Indices of the groups of four neighbouring rows that this thread computes, of the rows that the workgroup owns."""
+    """Indices 0, 1, ... of this thread's groups of four neighbouring rows. The thread computes these among the rows that the workgroup owns."""
     return range(self.tile.own//QUAD)
   @functools.cached_property
   def sections(self) -> Sections: return self.tile.sections(self.p)
   @property
   def part_scores(self) -> Scores:
-    """The scores of one part of a tile: of those rows of the tile that all threads together compute at one time."""
+    """The scores with one part of a tile: the keys (or queries) that all threads together compute at one time."""
     scores = replace(self.group.scores, block_n=self.tile.down*self.tile.walked)
     return scores if self.head is None else scores.of_head(self.head)
   @property
@@ -236,7 +236,7 @@ class Rectangle:
     # the thread computes one block after another
     return self.width(acc)//(self.tile.columns or self.width(acc))
   def block_of(self, acc:UOp, block:UOp) -> list[UOp]:
-    """Returns the registers of group number `block` of this thread's columns of the sum `acc` (O or a gradient)."""
+    """Returns this thread's registers in `acc`, which sums O or a gradient, for one of its groups of columns: group number `block`."""
     count = acc.max_numel()//self.blocks(acc)
     return [acc[block*count + i] for i in range(count)]
   def cleared(self, acc:UOp) -> UOp:
@@ -251,7 +251,8 @@ class Rectangle:
 
   # ***** products *****
   def product(self, to:UOp, walked:str, own:str, kept:str, t:UOp, ready:list[UOp], ahead:UOp|None=None) -> UOp:
-    """Multiplies part number `t` of the rows of tensor `walked` by the rows of tensor `own` that the workgroup owns; returns the registers `to`."""
+    """Multiplies part number `t` of the rows of tensor `walked` by the workgroup's own rows of tensor `own`; returns `to`, registers that get the
+    result."""
     # Rows are copied to local memory a few columns at a time, after the operations `ready`. If the own rows stay in local memory, `kept` is the name
     # of the section (matrix) of local memory from which they are read. If the kernel loads data to registers before it needs them, the registers
     # `ahead` have the first walked rows.
@@ -438,7 +439,8 @@ class Rectangle:
     return (Turned if now.section == "walked" else Section)(self.memory.after(*there), place, section), there
 
   def over_threads(self, parts:list[UOp], join:Callable[[UOp, UOp], UOp], ready:list[UOp], *done:UOp) -> tuple[list[UOp], list[UOp]]:
-    """Returns (one number for each row of this thread, made by `join` from all threads' `parts`; operations after which local memory is free)."""
+    """Joins the `parts` of all threads by the function `join`. Returns (a number for each row of this thread, operations after which local memory is
+    free)."""
     # `parts` has this thread's numbers, a vector for each four of its own rows. The threads exchange the numbers through local memory, after the
     # operations `ready` and the statements `done`. The second list has the operations after which local memory is free for other data.
     if self.tile.alone: return parts, [*ready, *done]

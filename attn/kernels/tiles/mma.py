@@ -30,7 +30,7 @@ class MmaTile(MmaShape):
   def block_m(self) -> int: return self.waves//self.key_waves*self.q_tiles*self.matrix.M
   @property
   def warp_keys(self) -> int:
-    """Number of keys of each tile that one warp computes."""
+    """Number of keys that one warp computes in each tile."""
     return self.block_n//self.key_waves
   @property
   def threads(self) -> int: return self.waves*self.matrix.wave

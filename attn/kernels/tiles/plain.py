@@ -53,7 +53,8 @@ class Sections:
 END = ""     # name, among the places, of the end of the last section
 
 def after_each(shapes:dict[str, SectionShape], first:int) -> dict[str, int]:
-  """Returns {name: index of its first float} for matrices that lie one after another from float `first` on; key END: index after the last."""
+  """Returns {name: index of its first float} for matrices that lie one after another from float `first` on. The name END has the index after the last
+  matrix."""
   found = {END: first}
   for name, shape in shapes.items(): found |= {name: found[END], END: found[END] + shape.floats}
   return found
@@ -106,7 +107,8 @@ class RectangleTile:
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)
   def turns(self, width:int) -> tuple[dict[str, SectionShape], ...]:
-    """Returns two dicts {name: shape} of matrices: those of the first use local memory, and later those of the second use the same bytes."""
+    """Returns two dicts {name: shape} of matrices in local memory. The matrices of the second dict later use the bytes that those of the first dict
+    used."""
     # The first group holds some elements of the own rows and of the walked rows, both transposed. The second group holds walked rows of at most
     # `width` elements, not transposed.
     shared = 0 if self.alone else 1

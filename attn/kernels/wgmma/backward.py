@@ -59,7 +59,7 @@ def shared_memory(grid:Grid, p:Problem, tile:WgmmaBackwardTile) -> UOp: return g
 
 @dataclass(frozen=True)
 class RingPlace:
-  """One iteration of a block's loops over tiles: index of the tile, index of the loop, and number of iterations before this one."""
+  """Position of one iteration in the loops over tiles that a block makes: index of the tile, index of the loop, number of iterations before it."""
   # the block loops over the tiles of one head after another, and twice if it makes two passes
   tile: UOp       # index of the tile among the tiles of a head
   loop: UOp|int   # index of this loop over tiles, counted over heads and passes
@@ -217,7 +217,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
 
   @functools.cached_property
   def there(self) -> UOp:
-    """Whether the mask lets any of this warpgroup's rows see a row of the tile; otherwise the warpgroup skips its products."""
+    """Whether the mask leaves any score between the rows of this warpgroup and the tile visible; otherwise the warpgroup skips its products."""
     # The tensor cores are then free for the other warpgroups. In a block that owns keys, the predicate is always true if a score term (bias, softcap,
     # ALiBi) changes scores, because no registers are left for it.
     if not self.masked or self.of.tile.groups == 1 or (self.of.tile.keys and not self.score.raw): return wgmma.EVERYWHERE
@@ -254,7 +254,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
     if self.of.known is not None: return self.lse_of_own(self.of.known)
     return self.lse_of_walked(self.normalisers(list(zip(*[self.query_values(s, kind) for kind in kinds_of_normalisers(self.warp_rows.p)]))))
   def normalisers(self, numbers:list[tuple[UOp, ...]]) -> list[Normaliser]:
-    """Returns, for each C fragment, the lse of the queries in its columns as `Normaliser`; `numbers` has lse (and lse_rest) of these queries."""
+    """Converts lse of the queries in each C fragment's columns to a `Normaliser`, the form that exp2 needs; `numbers` has lse (and lse_rest) for each
+    fragment."""
     return [Normaliser.joined([Normaliser.of(self.warp_rows.p, *[ops.extract(x, i) for x in xs]) for i in range(2)], ops.build) for xs in numbers]
 
   def scores(self, s:WgmmaBackwardState) -> tuple[WgmmaBackwardState, list[list[UOp]]]:
@@ -282,7 +283,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   # ***** dQ of a block that owns keys *****
   @property
   def dq_part(self) -> tuple[UOp, UOp]:
-    """Which part of dQ this warpgroup computes in an iteration: (index of 64 queries in the tile, first column)."""
+    """Which part of dQ this warpgroup computes in an iteration: (index of a group of 64 queries in the tile, first column)."""
     group, tile = wgmma.group(self.warp_rows.warps.at.wave), self.of.tile
     together, columns = tile.groups//tile.dq_panels, tile.dq_columns(self.warp_rows.p)
     return (UOp.const(0), group*columns) if tile.dq_panels == 1 else (group//together, group%together*columns)

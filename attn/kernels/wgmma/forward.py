@@ -170,12 +170,12 @@ class WgmmaForward(WarpsForward[WgmmaTile, WgmmaState]):
 
   @property
   def of_nans(self) -> int:
-    """Index of the row sum of P that becomes NaN if the row's query sees a key whose V has the scale NaN."""
+    """Index (0 or 1) of the sum of P that becomes NaN for a query that sees a key whose scale of V is NaN."""
     # see `nans_apart`
     return 0 if self.nans_apart else 1
   @property
   def nans_apart(self) -> bool:
-    """Whether a scale of V that is NaN makes only row sum 0 NaN, which no result uses, instead of row sum 1, which divides O."""
+    """Whether a NaN scale of V goes to sum 0 of a query's P, which makes only O NaN, instead of sum 1, which other results may need."""
     # The first row sum has no other use in the results. It is needed if an LSE is written, which must stay finite, or if dropout may remove the
     # weight with the NaN.
     return bool(self.p.writes_lse or self.p.dropout_p)

@@ -265,7 +265,7 @@ class Workgroup:
   def lse_rest(self) -> UOp|None: return self.given.get("lse_rest", self.given.get("lse_rest_partial"))
 
   def row(self, *i:UOp) -> Row:
-    """Returns row number sum(`i`) of the rows that the workgroup owns."""
+    """Returns the row (query or key) whose index among the rows that the workgroup owns is the sum of `i`."""
     row = functools.reduce(UOp.__add__, i, self.first_row)
     return Row(self.batch, self.first_head + row%self.heads, row//self.heads, below(row, self.end_row))
 
@@ -292,7 +292,7 @@ class Workgroup:
     return PackedRows.of(rows, self.heads, sh) if name == "q" and self.heads > 1 else rows
 
   def turned_rows(self, t:UOp) -> GlobalRows:
-    """Returns tile t of V^T in global memory, as rows: one row for each column of V."""
+    """Returns the rows of V^T in global memory for tile t of the keys. Each of these rows holds one column of V."""
     # a tile that the workgroup does not walk over has no rows
     p, keys = self.p, self.p.turned
     _, _, tiles, columns, _ = p.turned_shape(keys)
@@ -310,7 +310,8 @@ class Workgroup:
                      unit_bytes, table, begin)
 
   def scales(self, name:str, t:UOp, share:Share|None=None) -> list[UOp]:
-    """Loads the scales of K ("k_scales") or V ("v_scales") for the keys of this lane's scores in tile t: one fp32 vector for each score vector."""
+    """Loads the scales of K ("k_scales") or V ("v_scales") for tile t: for each vector of this lane's scores, an fp32 vector with the scales of its
+    keys."""
     # One vector for each vector of scores. `name` is "k_scales" or "v_scales". If several waves divide the keys of a tile among them, `share` says
     # which keys belong to this wave.
     size, scores = BYTES[self.p.scale_dtype], self.scores
@@ -369,7 +370,7 @@ class Workgroup:
     return (ops.mul(factor, 1/self.p.kept) if self.p.dropout_p else factor), log_sum
 
   def outputs(self, row:Row, o:list[tuple[UOp, UOp]], log_sum:LogSum|None) -> list[UOp]:
-    """Returns the stores of a row of O, where `o` lists (first column, values) that this lane has, and of the row's LSE."""
+    """Returns the stores of this lane's elements of a row of O, and of the row's LSE. `o` lists pairs (first column, values from this column on)."""
     p, to = self.p, flat(self.given["o_partial" if self.split else "o"])
     number, begin = place_of_row(p, self.sequence, row, *self.split)
     stores = []
@@ -395,7 +396,7 @@ class Workgroup:
 
   # ***** gradients *****
   def first_sums(self, head:UOp) -> UOp:
-    """Returns the index of the tile of dQ sums in memory with which the workgroup's sequence begins, for query head `head`."""
+    """Returns the index of the first tile of dQ sums in global memory that belongs to the workgroup's sequence and to query head `head`."""
     # the accumulator is `tensors.dq_sums`
     p, tiles = self.p, dq_sums(self.p)[0][1]
     if not p.varlen: return (self.batch*p.H + head)*tiles
@@ -408,13 +409,14 @@ class Workgroup:
     return below(self.first_row, self.sequence.n_q) if self.p.varlen else UOp.const(True)
 
   def gradient(self, name:str, row:Row, columns:list[tuple[UOp, UOp]]) -> list[UOp]:
-    """Returns the stores of a row of the gradient `name`, where `columns` lists (first column, values) that this lane has."""
+    """Returns the stores of this lane's elements of a row of the gradient `name`. `columns` lists pairs (first column, values from this column
+    on)."""
     to = self.rows_of(name)
     begin = self.in_part(name) + to.start(UOp.const(0), row.index)
     return [x for column, values in columns for x in self.store_gradient(to, begin, column, values, row.there)]
 
   def in_part(self, name:str) -> UOp|int:
-    """Returns the flat index, in the tensor of the gradient `name`, at which the partial sum of this workgroup begins."""
+    """Returns the index, in the flat tensor of the gradient `name`, of the first element of this workgroup's partial sum."""
     return 0 if self.part is None else self.part*(math.prod(self.given[name].shape[1:]))
 
   def store_gradient(self, to:GlobalRows, begin:UOp, column:UOp, values:UOp, there:UOp) -> list[UOp]:

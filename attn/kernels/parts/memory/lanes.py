@@ -88,7 +88,8 @@ def sum_over_groups(x:UOp, matrix:Matrix) -> UOp:
 # Rows are read in units of 16 bytes. Of g lane groups, group h reads units h, h + g, h + 2*g, ... Duplicated lanes each read all units.
 
 def units_of(matrix:Matrix, length:int, h:UOp) -> list[UOp]:
-  """Returns which 16-byte units of a row a lane of lane group `h` reads, for a product that sums over the `length` elements of the row."""
+  """Returns the indices of the 16-byte units that a lane of lane group `h` reads from a row, for a product that sums over the row's `length`
+  elements."""
   if matrix.duplicated: return [UOp.const(u) for u in range(length//matrix.unit)]
   return [h + u*matrix.groups for u in range(length//(matrix.unit*matrix.groups))]
 

@@ -46,7 +46,8 @@ class PaddedRows(SharedLayout):
     """Returns where row number `row` begins in its tile, counted in 16-byte units."""
     return row*self.stride + row//self.together*self.skew
   def place(self, row:UOp, unit:UOp, pieces:int=1) -> UOp:
-    """Returns where 16-byte unit `unit` of a row lies in LDS, counted in units; with `pieces`, both count pieces of 16/`pieces` bytes."""
+    """Returns where 16-byte unit `unit` of a row lies in LDS, counted in units. If `pieces` is given, `unit` and the result count pieces of
+    16/`pieces` bytes."""
     # `row` may be a sum x + c with a constant c. Rows lie in groups of `together` rows. Then c must be a multiple of `together`, or x and x + c must
     # lie in the same group. Constants are added last, so that tinygrad computes the common part of many places only once.
     (row, rows), (unit, units) = row.pop_const(), unit.pop_const()
@@ -55,7 +56,7 @@ class PaddedRows(SharedLayout):
 
 @dataclass(frozen=True)
 class ExchangedChunks(SharedLayout):
-  """Layout in chunks of 1024 bytes: the rows that one load instruction of a wave brings from global memory straight to LDS."""
+  """Layout in chunks of 1024 bytes. One load instruction of a wave brings the rows of a chunk from global memory straight to LDS."""
   # A chunk is 64 units of 16 bytes: several whole rows. There is padding between chunks. In row r of a chunk, unit u lies at place u ^ r*exchange of
   # the row. This xor has few different values, so few registers hold addresses; the rest of an address is a constant offset in the instruction.
   exchange: int = 1
@@ -182,12 +183,12 @@ class LdsTile(InLds):
     """Returns the LDS buffer as an array of elements of 16/`pieces` bytes."""
     return self.buffer.bitcast(ops.u32(4//pieces))
   def from_row(self, row:UOp) -> LdsTile:
-    """Returns a tile for the rows from row `row` on, a multiple of 16, of this tile."""
+    """Returns the part of this tile that begins at row `row`, a multiple of 16, as a tile of its own."""
     return replace(self, layout=self.layout.moved_to(self.layout.place(row, UOp.const(0))))
   def load(self, row:UOp, unit:UOp) -> UOp: return self.buffer[self.layout.place(row, unit)].load()
   def store(self, row:UOp, unit:UOp, value:UOp, gate:UOp) -> UOp: return self.buffer[self.layout.place(row, unit).valid(gate)].store(value)
   def store_piece(self, row:UOp, piece:UOp, pieces:int, value:UOp, gate:UOp) -> UOp:
-    """Returns the store of `value`, of 16/`pieces` bytes, to the `piece`-th such place of a row, if `gate` is true."""
+    """Returns the store of `value` to piece number `piece` of a row, if `gate` is true. A piece, like `value`, has 16/`pieces` bytes."""
     # the layout must keep the 16-byte units of a row side by side and in order
     assert isinstance(self.layout, PaddedRows)
     return self.in_pieces(pieces)[self.layout.place(row, piece, pieces).valid(gate)].store(value)

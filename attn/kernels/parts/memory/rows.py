@@ -58,7 +58,7 @@ class GlobalRows:
     return replace(self, count=count)
 
   def load_units(self, first:UOp, rows:int, row:UOp, unit:UOp, gate:UOp|None=None) -> UOp:
-    """Loads unit number `unit` (of `unit_bytes` bytes, usually 16) of row `first` + `row`: zeros if it does not exist or `gate` is false."""
+    """Loads unit number `unit` (of `unit_bytes` bytes, usually 16) of row `first` + `row`: zeros if the row does not exist or `gate` is false."""
     # `first` is equal in the whole workgroup; `row`, which is below `rows`, differs between threads. A row that does not consist of whole, aligned
     # units is read element by element.
     left = (self.count - first).maximum(0).minimum(rows)
@@ -103,7 +103,7 @@ class GlobalRows:
     return ops.build(*parts) if len(parts) > 1 else parts[0]
 
 def columns_of_rows(x:GlobalRows, first:UOp, rows:int, column:UOp, units:list[UOp]) -> list[UOp]:
-  """Loads 16-bit elements of one column: for each u in `units` a vector of the rows `first` + 8*u to `first` + 8*u + 7."""
+  """Loads 16-bit elements of one column. The result has a vector for each u in `units`: the elements in rows `first` + 8*u to `first` + 8*u + 7."""
   # rows beyond the last row of `x` read as zero
   records = (((x.count - first).maximum(0).minimum(rows) - 1)*x.stride + x.width).maximum(0)*x.size
   def one(unit:UOp, i:int) -> UOp:

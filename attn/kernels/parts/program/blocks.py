@@ -107,7 +107,7 @@ class Blocks:
     first = (self.begin + index*each).minimum(self.end)
     return self.between(first, (first + each).minimum(self.end))
   def range(self, index:UOp, tiles:int) -> Blocks:
-    """Returns those of these tiles that are among tiles `index`*`tiles` to (`index` + 1)*`tiles` - 1 of the sequence."""
+    """Returns the tiles of this object whose index t is in one range of `tiles` tiles: `index`*`tiles` <= t < (`index` + 1)*`tiles`."""
     first = (index*tiles).maximum(self.begin).minimum(self.end)
     return self.between(first, ((index + 1)*tiles).maximum(first).minimum(self.end))
   def between(self, first:UOp, last:UOp) -> Blocks:
@@ -116,7 +116,7 @@ class Blocks:
 
 @dataclass(frozen=True)
 class TileList:
-  """A list of tiles, those in which a mask leaves visible scores, over which one workgroup loops."""
+  """The list of tiles over which one workgroup loops. It has only tiles in which a mask leaves visible scores."""
   # attn/kernels/tile_lists.py makes the list. A list begins with two numbers: how many tiles its first group has, and how many tiles the list has.
   # Then come the indices of the tiles. The first group has the tiles of which the mask hides some scores, and the second group those of which it
   # hides none. With turns, the two groups are in the other order. The entries left over, at least one, are filled with the number `tiles`. A list
@@ -167,7 +167,8 @@ class Descending:
 OF_A_LIST = 2      # numbers before the first tile of a list
 
 def list_length(tiles:int, with_turns:bool=False) -> int:
-  """Returns how many entries the list of a workgroup with `tiles` tiles has; with turns one more for each tile: after how many workgroups it adds."""
+  """Returns the number of entries in the list of a workgroup with `tiles` tiles. `with_turns`: each tile also has the number of workgroups that add
+  before."""
   return OF_A_LIST + tiles + 1 + tiles*with_turns
 
 def tiles_of_list(length:int, with_turns:bool) -> int:
@@ -175,7 +176,8 @@ def tiles_of_list(length:int, with_turns:bool) -> int:
   return (length - list_length(0))//(1 + with_turns)
 
 def blocks_seen(walk:Walk, first:UOp, last:UOp, block_n:int) -> Blocks:
-  """Returns the tiles of `block_n` columns that the rows from `first` to `last` see."""
+  """Returns the tiles of `block_n` keys that queries `first` to `last` see, or the tiles of queries that see keys `first` to `last`, as `walk`
+  says."""
   # Columns are keys if rows are queries, and queries if rows are keys. The tiles go from the first column that row `first` sees to the last column
   # that row `last` sees. This covers the rows between, because from row to row neither the first nor the last seen column moves back.
   masked_first = first_seen(walk, first) is not None

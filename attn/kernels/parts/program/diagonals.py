@@ -1,4 +1,4 @@
-"""Lists of tiles of scores along diagonals: i - j (query number minus key number) is the same at the same element of all tiles in a list."""
+"""Lists of tiles of scores along diagonals. All tiles of a list have the same i - j (query number minus key number) at their first score."""
 from __future__ import annotations
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Diagonals:
-  """Lists of tiles along diagonals: i - j (query minus key) is the same at the same element of all tiles in a list."""
+  """Lists of tiles of scores along diagonals. All tiles of a list have the same i - j (query number minus key number) at their first score."""
   # The n-th tile of a diagonal has the block of queries `phase + n*step_m` and the tile of keys `n*step_n + offset - offset_0`. The numbers `phase`
   # and `offset` choose the diagonal. `offset_0` makes every `offset` nonnegative. A diagonal has only those n for which both the block and the tile
   # exist.

@@ -67,7 +67,7 @@ class StagedTripsTile(Protocol):
   @property
   def by_item(self) -> bool: """Whether a thread loads its 16-byte items of a tensor one after another, to save registers. Only for prefetch 0."""
   @property
-  def new_addresses(self) -> bool: """Whether each iteration computes the addresses of its loads, so that no registers keep them."""
+  def new_addresses(self) -> bool: """Whether each iteration computes the addresses of its loads, to save registers."""
 
 @dataclass(frozen=True)
 class StagedTrips(Generic[S]):

@@ -39,14 +39,15 @@ class Kept:
     return word, row//OCTET*4 + row % OCTET//4*2 + row//2 % 2*16 if alternate(self.at) else bit_of(row)
 
   def _of(self, at:list[tuple[int, int]]) -> tuple[UOp, tuple[tuple[int, int], ...]]:
-    """Returns (vector of the dwords with bits of the scores `at`, for each score (index of its dword in the vector, index of its bit))."""
+    """Returns (vector of the dwords that hold the bits of the scores `at`, a pair for each score: index of the dword in the vector, index of the
+    bit)."""
     # `at` has a pair (row, n) for each score: the n-th score of a row
     found = [(r, *self.bit(n)) for r, n in at]
     used = sorted({(r, word) for r, word, _ in found})
     return ops.build(*[self.words[r][word] for r, word in used]), tuple((used.index((r, word)), place) for r, word, place in found)
 
   def packed(self, x:UOp, first:int) -> UOp:
-    """Returns `x`, packed elements of P, with 0 in place of those that dropout drops; `first` is the index of the first vector of P in `x`."""
+    """Returns `x`, packed elements of P, with 0 in place of dropped elements. `x` begins with vector number `first` of this lane's P."""
     if not self.words: return x
     # `x` is one or more of the lane's vectors of P, from the vector with the index `first` on. Each vector has elements of all of the lane's rows,
     # one row after another.
@@ -86,7 +87,7 @@ def _counted(scores:Scores, row:Row) -> tuple[tuple[UOp, UOp], UOp, UOp]:
   return (seed0, seed1), batch, head
 
 def _word(scores:Scores, row:Row, first:UOp, count:int) -> UOp:
-  """Returns a dword of bits that say which of this lane's scores in a row dropout keeps, for `count` groups of eight keys (or queries)."""
+  """Returns a dword with a bit for each score of this lane in `row`, over `count` groups of eight keys (or queries): 1 if dropout keeps the score."""
   # an octet is eight neighbouring rows; the first one has the index `first`
   at, p = scores.at, scores.p
   assert not isinstance(at, ThreadPlace)

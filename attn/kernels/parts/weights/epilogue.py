@@ -48,7 +48,8 @@ def finish(m:UOp, totals:list[UOp], scores:Scores, sink:UOp|None) -> tuple[UOp, 
   return rounded.eq(0.0).where(0.0, ops.mul(weight, ops.rcp(rounded))), LogSum.of(safe, exact)
 
 def place_of_row(p:Problem, x:Extent, row:Row, *split:UOp) -> tuple[UOp, UOp]:
-  """Returns (index of a row in lse, index in o of its first element), in the tensors of partial results if `split`, the key range, is given."""
+  """Returns (index of a row in lse, index of its first element in o). If `split`, a key range, is given, both are for the tensors of partial
+  results."""
   # `split` is the index of a key range, if there are several
   number = row.head*p.total_q + x.q_start + row.index if p.varlen else (row.batch*p.H + row.head)*p.Sq + row.index
   for s in split: number = s*p.rows + number

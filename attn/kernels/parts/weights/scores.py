@@ -122,7 +122,8 @@ class Scores:
     return self._seen(self._beyond(x, row, tile, ops.clear_above, ops.clear_beyond), row, tile, 0.0)
 
   def limits(self, row:Row, tile:UOp) -> tuple[UOp|None, UOp]:
-    """Returns (first, last) column that a row sees, minus this lane's first column in the tile. The first is None if no mask sets one."""
+    """Returns (first, last) column that a row sees, both minus this lane's first column in the tile. The first is None if no mask hides earlier
+    columns."""
     # Columns are keys if the row is a query, and queries if the row is a key. The first is None if no mask hides columns at the beginning of a row.
     first, here = first_seen(self.walk, row.index), self.begin(tile)
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
@@ -147,14 +148,14 @@ class Scores:
 
   @functools.cached_property
   def condition(self) -> PairCondition|None:
-    """The mask_mod in the form of the operations that compute it behind a branch (attn/ops/pairs.py), or None."""
+    """The mask_mod as a `PairCondition`, if the kernel can compute it behind a branch by the operations of attn/ops/pairs.py, otherwise None."""
     # None if the workgroup loops over no list of tiles of keys, or if these operations do not have the mask's arithmetic
     if self.p.mask_mod is None or not isinstance(self.order, TileList) or len(scattered(self.p)) > 1: return None
     if self.walk.over != "keys" or (found := pair_condition(self.p.mask_mod.value, KEY)) is None: return None
     fits = all(4*math.prod(int(n) for n in tensor_of(u).shape) <= ops.MAX_RECORDS for u in found.loaded)
     return found if fits else None
   def pairs(self, rows:list[Row], tile:UOp) -> PairOperands:
-    """Returns the operands by which such an operation finds the visible ones among the scores of two `rows` in a tile."""
+    """Returns the operands with which an operation of attn/ops/pairs.py evaluates the mask_mod for the scores of two `rows` in a tile."""
     assert self.condition is not None
     at = [replace(self.fragment(row, tile), columns=[self.walked[0][:1]]) for row in rows]
     lifted = [Lifted(x, f"mask_mod={self.p.mask_mod}") for x in at]

@@ -160,7 +160,7 @@ def sum_of_nans(scores:Scores, nans:list[UOp], rows:list[Row], tile:UOp, masked:
   return ops.build(*[row_sum([functools.reduce(lambda a, b: ops.fma(a, 1.0, b), x)], False) for x in seen])
 
 def sum_of_unscaled(packed:list[UOp], p:list[UOp], scales:list[UOp], dtype:str, rows:int=1) -> UOp:
-  """Returns the sum of P over keys for each of the lane's `rows` rows, where `packed` holds P times V's scales, rounded."""
+  """Returns the sum of P over the keys for each of `rows` queries of this lane; `packed` holds P times V's scales, rounded to 16 bits."""
   # `packed` is P times `scales`, rounded to 16 bits
   total = ops.splat(0.0, rows)
   for x, y, scale in zip(packed, p, scales): total = sum_without_scales(total, x, y, scale, dtype)
