@@ -34,7 +34,8 @@ NO_BOUNDS = Bounds((), (), None)     # a mask that hides no pair
 Combine = Callable[[Any, Any], Any]
 
 def _combined(clauses:tuple[Edges, ...], at:Callable[[Edge], Any], one_of:Combine, all_of:Combine) -> Any:
-  """Returns one end of the interval that all clauses leave visible, such as the last key; None without clauses. `at` gives the limit of one edge."""
+  """Returns one end of the interval that all clauses leave visible, such as the last key; None without clauses. at(edge) returns the limit that an
+  edge sets."""
   # A clause allows what at least one of its edges allows. `one_of` combines the limits of a clause's edges, and `all_of` the limits of all clauses:
   # for upper limits the maximum and the minimum, for lower limits the reverse.
   return functools.reduce(all_of, [functools.reduce(one_of, map(at, edges)) for edges in clauses]) if clauses else None

@@ -39,11 +39,11 @@ def then(steps:Steps, step:FloorStep) -> Steps:
 def followed(steps:Steps, more:Steps) -> Steps: return functools.reduce(then, more, steps)
 
 def last_below(steps:Steps) -> Steps:
-  """Returns steps of the inverse G of the function F that applies `steps` one after another: F(x) <= y exactly if x <= G(y)."""
+  """F applies `steps` to x one after another. Returns the steps of its inverse, a function G for which F(x) <= y exactly if x <= G(y)."""
   return followed((), tuple(FloorStep(x.over, x.over - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def first_above(steps:Steps) -> Steps:
-  """Returns steps of the inverse G of the function F that applies `steps` one after another: F(x) >= y exactly if x >= G(y)."""
+  """F applies `steps` to x one after another. Returns the steps of its inverse, a function G for which F(x) >= y exactly if x >= G(y)."""
   return followed((), tuple(FloorStep(x.over, x.times - 1 - x.plus, x.times) for x in reversed(steps)))
 
 def larger(x:Any, y:Any) -> Any:
@@ -115,7 +115,7 @@ class Edge:
 
   @functools.cached_property
   def inverse(self) -> Steps:
-    """The condition solved for the query: steps of the function G such that i >= G(j) if `upper`, otherwise i <= G(j)."""
+    """Steps of the function G that solves the condition for i: i >= G(j) if `upper`, otherwise i <= G(j)."""
     return first_above(self.steps) if self.upper else last_below(self.steps)
   def key(self, i:Any) -> Any:
     """Returns the last key that the query at position i sees under this condition; if not `upper`, the first key."""

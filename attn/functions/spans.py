@@ -158,13 +158,13 @@ def one_sided_expressions(mask:UOp) -> list[UOp]:
   return list(found)
 
 def span_of(mask:UOp, extremes_of:Callable[[UOp], Extremes]) -> Extremes:
-  """Returns the lowest and highest value of a mask on a tile: whether all scores are visible, and whether any is. `extremes_of` tells them for
-  one-sided expressions."""
+  """Returns (whether all scores of a tile are visible, whether any score is) under a mask. `extremes_of(x)` returns the lowest and the highest value
+  of an expression x of the query or the key alone."""
   # `extremes_of` returns the lowest and the highest value of an expression of the query alone or of the key alone.
   return MaskSpans(extremes_of).condition(mask).extremes
 
 def may_be_whole(mask:UOp) -> bool:
-  """Returns whether the lowest and highest values of a mask's parts may prove, for some tile, that the mask hides none of its scores."""
+  """Returns whether the lowest and highest values of a mask's parts may prove, for some tile, that the mask hides no score of the tile."""
   def unknown(u:UOp) -> Extremes:
     if u.dtype == dtypes.bool: return Extremes(*[UOp.variable(name, False, True, dtypes.bool, param=True) for name in ("low", "high")])
     kind = ORDERED[u.dtype]

@@ -115,8 +115,8 @@ class KnownRegisters:
     if "exec" in results and not _FEWER_LANES.match(x.text): self.active = dict(self.every)
 
   def meet(self, other:KnownRegisters, often:bool) -> bool:
-    """Widens the ranges to include those of `other`, from another path to the same code; returns whether one changed. If `often`, changed ranges
-    become unknown."""
+    """Widens each register's range to include its range in `other`, from another path to the same code. If `often`, a range that changes becomes
+    unknown. Returns whether any range changed."""
     changed = False
     for known, more in ((self.active, other.active), (self.every, other.every)):
       for r, before in list(known.items()):

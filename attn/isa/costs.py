@@ -58,7 +58,7 @@ def reports_of(specs:Sequence[Spec], tools:Toolchain|None=None) -> list[Report]:
   return [with_useful(found[spec], [found[x] for x in spec.together]) for spec in specs]
 
 def with_useful(report:Report, together:Sequence[Report]) -> Report:
-  """Returns the report with `useful`, the share of the matrix units' peak rate that goes to useful products, computed for all reports `together`."""
+  """Returns `report` with a new field `useful`: the share of the matrix units' peak rate that all reports `together` use for useful products."""
   # `useful` is the share of the matrix unit's peak rate that goes to useful products; the kernels run one after another, so their times are added
   shares = [r.loop.useful for r in together if r.loop is not None and r.loop.useful]
   if report.loop is None or len(shares) < len(together): return report

@@ -44,7 +44,7 @@ def _trip(blocks:Sequence[Block], loop:Loop) -> set[int]:
   return set(path_of_waits(blocks, loop, usual_path(blocks, loop, 0.0)))
 
 def _per_loop(blocks:Sequence[Block], wanted:set[int]) -> list[tuple[Loop, int]]:
-  """Returns (loop, number of instructions of one iteration whose id() is in `wanted`), without the loops that have none."""
+  """Returns (loop, how many instructions of one iteration have an id() in `wanted`) for each loop with such instructions."""
   found, loops = list[tuple[Loop, int]](), loops_of(blocks)
   for loop in sorted(loops, key=lambda loop: loop.header):
     # an instruction in an inner loop counts for the inner loop alone

@@ -27,7 +27,7 @@ class Scales:
 
 @dataclass(frozen=True)
 class Append:
-  """What a kernel appends to a cache: `new` rows for each head of each batch; and how cache and rows lie in memory."""
+  """What a kernel appends to a cache (`new` rows for each head of each batch), and how the cache and the new rows lie in memory."""
   # `new` rows of `width` elements for each of H heads of each of B batches, in `layout`
   B: int
   H: int

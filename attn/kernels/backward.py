@@ -79,7 +79,7 @@ class OwnUnit(Protocol[Carry]):
   def walk(self, s:Carry, work:Callable[[Carry, Any], Carry]) -> Carry:
     """Loops over the tiles. The body `work(state, trip)` returns the new state; `walk` returns the state after the last tile."""
   def kernel(self, name:str, cleared:tuple[str, ...], stores:list[UOp], count:int) -> UOp:
-    """Returns the finished kernel, which ends with `stores`. It also sets rows of the tensors `cleared` that belong to no sequence to 0."""
+    """Returns the kernel, which ends with `stores`. It also sets to 0 the rows of the tensors `cleared` that belong to no sequence."""
 
 class BackwardUnit(OwnUnit[Carry], Protocol[Carry]):
   """A workgroup that owns queries or keys, and computes the gradients that belong to these rows."""

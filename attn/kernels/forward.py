@@ -23,7 +23,7 @@ class ForwardUnit(Protocol[State]):
   def parts(self) -> Iterable[Any]: """Parts of a tile of keys, computed one after another: `weigh` and `add_to_o` are called once for each part."""
   def begin(self) -> State: """Returns the state before the first key: m is the lowest number, and l and O are 0."""
   def loops(self) -> Iterable[TileLoop[Any]]:
-    """Returns the loops over the tiles of keys that the queries see. At the start of an iteration its tile is loaded, or its copy has started."""
+    """Returns the loops over the tiles of keys that the queries see. Each iteration begins with its tile loaded, or with the copy started."""
   def scores(self, s:State, t:UOp, masked:bool) -> tuple[State, Any]:
     """Computes S = Q K^T of tile t, after score terms and masks; returns (state, S, or None if the state holds S)."""
   def weigh(self, s:State, x:Any, t:UOp, part:Any, masked:bool) -> tuple[State, Any]:
@@ -48,7 +48,7 @@ def online_softmax(unit:ForwardUnit[Any]) -> UOp:
 KernelOf = Callable[[Problem, Chip, Any], Callable[..., UOp]]     # from a problem, a chip and a tile: the kernel, a function of its tensors
 
 def forward(unit:Callable[[Problem, Chip, Any, tuple[UOp, ...]], ForwardUnit[Any]]) -> KernelOf:
-  """Returns a function of a problem, a chip and a tile. The function makes the forward kernel from the object with its steps that `unit` makes."""
+  """Returns a function of a problem, a chip and a tile. This function makes the forward kernel from the steps of the object that `unit` returns."""
   # The kernel takes the tensors of `tensors.arguments(p)`, in this order: (o, q, k, v); with p.return_lse (o, lse, q, k, v); with p.num_splits > 1
   # (o_partial, lse_partial, q, k, v). After v come the optional tensors of the problem, in the order of `problem.EXTRAS`. With p.num_splits = G > 1
   # the keys are divided into G ranges, and each workgroup computes O and LSE of one range; `combine.combine` merges the results. With p.sk_variable

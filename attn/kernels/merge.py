@@ -27,7 +27,7 @@ from attn.tinygrad_compat import Estimates, KernelInfo, UOp, dtypes
 
 @dataclass(frozen=True)
 class RowRange:
-  """The rows `first` to `first + count - 1` of each head that a partial result has."""
+  """The rows that a partial result contains for each head: rows `first` to `first + count - 1`."""
   first: int
   count: int
   def has(self, row:UOp) -> UOp: return (row >= self.first) & (row < self.first + self.count)
@@ -49,7 +49,7 @@ def part_row(at:MergedRow, part:UOp, rows:RowRange) -> tuple[UOp, UOp, UOp|None]
   return ops.as_float(values), inside.where(number(1), NEG_INF), number(2) if p.wide_scores else None
 
 def merge(p:Problem, arch:Chip, parts:tuple[RowRange, ...], there:tuple[RowRange, ...]=()) -> Callable[..., UOp]:
-  """Returns the kernel that merges partial results into the outputs of `p`. parts[i] says which rows of each head partial result i has."""
+  """Returns the kernel that merges partial results into the outputs of `p`. Partial result i contains the rows parts[i] of each head."""
   # The kernel takes one buffer for each partial result. A row that no partial result holds gives o = 0 and lse = -inf. With p.sinks, `there` says
   # which rows are real: the kernel adds the sinks only to these rows. All other rows are padding.
   for rows in (*parts, *there):

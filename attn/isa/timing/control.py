@@ -49,7 +49,7 @@ class ControlCase:
     """Returns the predicted duration of the kernel, from the start of the first workgroup to the end of the last, in loop iterations."""
     return makespan_in_order(work_of_grid(self.problem, self.division), self.slots, 1, 1.0, 0.0)
   def memory_ms(self, apart:bool) -> float:
-    """Returns the ms that memory takes to deliver what L2 fetches; `apart`: workgroups that read the same rows do so at different times."""
+    """Returns the ms that memory takes to deliver what L2 fetches. If `apart`, workgroups that read the same rows read them at different times."""
     # then they share fewer rows in the L2 (memory.py)
     work = work_of_grid(self.problem, self.division)
     return 1e3*bytes_of_levels(self.problem, self.division, work, h100(), self.slots, apart)["memory"]/(MEMORY_GBS*1e9)

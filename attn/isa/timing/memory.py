@@ -16,12 +16,12 @@ from dataclasses import dataclass
 # rows.
 
 class GroupWork:
-  """Work of one workgroup: a number for the rows over which it loops (the same number: the same rows), and its iterations."""
+  """Work of one workgroup: its number of loop iterations, and a number that is the same for all workgroups that loop over the same rows."""
   rows: int         # index of the set of rows that it loops over
   trips: float      # iterations
 
 def starting_order(trips:Sequence[float], heads:int, sharing:int, together:int, splits:int=1) -> list[GroupWork]:
-  """Returns the workgroups of a problem in the order in which they start. `trips` has the iterations of each workgroup of one head."""
+  """Returns the workgroups of a problem in the order in which they start. `trips` lists the loop iterations of each workgroup for one head."""
   # `sharing` consecutive heads read the same rows of K and V. `splits` workgroups share the keys of each block. A group of `together` heads comes
   # after another. In a group, the blocks with the most iterations come first. For each block, its heads follow one another.
   blocks = sorted(trips, reverse=True)

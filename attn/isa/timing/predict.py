@@ -101,7 +101,7 @@ def trips_of_blocks(p:Problem, x:Division) -> list[float]:
   return found
 
 def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
-  """Returns how fast L2 delivers what a loop reads, relative to the matrix units' need at their peak rate; `row` is the number of bytes of a row."""
+  """Returns how fast L2 delivers what a loop reads, relative to the matrix units' need at their peak rate. A row has `row` bytes."""
   # `row` is the number of bytes that one row of the loop needs: a row of K and one of V, or of Q and one of dO. The speed of L2 is that of the card
   # with the least L2 bandwidth per compute unit.
   given = [card.l2/card.cus for card in timing.chip.cards if card.l2]

@@ -133,7 +133,7 @@ def of_peer(kernel:PeerKernel, shape:str, card:Card) -> tuple[Prediction, Predic
   return at_both_clocks(problem_of_cell(shape, kernel), steps, division, card)
 
 def cycles_of_mfma(kernel:PeerKernel) -> float:
-  """Returns the predicted cycles of a SIMD for MFMA_FLOPS operations of matrix work (one matrix instruction), in the kernel's hot loop."""
+  """Returns the predicted cycles that a SIMD takes in the hot loop for MFMA_FLOPS operations of matrix work (one matrix instruction)."""
   flops = kernel.walked*kernel.own*4*kernel.D*kernel.groups/get_chip(kernel.chip).pipes.simds
   return kernel.cycles*MFMA_FLOPS/flops
 

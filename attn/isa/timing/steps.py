@@ -63,8 +63,8 @@ _DOT = re.compile(r"v_dot")
 def _is_slow(x:Instruction) -> bool: return _SLOW.match(x.op) is not None
 
 def _latency(producer:Instruction, cycles:int, consumer:Instruction, as_sum:bool, m:Machine) -> int:
-  """Returns the cycles from the issue of `producer`, which occupies the matrix unit for `cycles`, to the issue of `consumer`, which reads its
-  result."""
+  """Returns the cycles from the issue of `producer` to the issue of `consumer`, which reads the producer's result. `producer` occupies the matrix
+  unit for `cycles`."""
   # `as_sum`: `consumer` uses the result only as its accumulator operand C
   unit, user = _UNIT_OF_KIND[producer.kind], _UNIT_OF_KIND[consumer.kind]
   if unit == Pipe.MATRIX:

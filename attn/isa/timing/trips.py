@@ -68,7 +68,7 @@ class Timing:
 # ***** paths *****
 
 def _way(blocks:Sequence[Block], first:int, last:int, avoid:set[int]) -> list[int]:
-  """Returns the basic blocks of a path from block `first` up to but without `last` that avoids the blocks `avoid`; empty if there is none."""
+  """Returns the basic blocks of a path from block `first` to just before block `last`, without blocks in `avoid`; empty if there is no such path."""
   def reaches(b:int, seen:set[int]) -> bool:
     stack, seen = [b], set(seen)
     while stack:
@@ -193,7 +193,7 @@ def _reachable(blocks:Sequence[Block], first:int, avoid:set[int]) -> set[int]:
 
 def _loop_timing(blocks:Sequence[Block], pair:tuple[Loop, Loop], products:tuple[int, int], kernel:Kernel, chip:Chip, shape:tuple[int, int, int, int],
                  d:int|None, dv:int|None) -> LoopTiming:
-  """Predicts the time of one iteration of a loop; one half of a workgroup's waves runs the first loop of `pair`, the other half the second."""
+  """Predicts the time of one iteration, while half of a workgroup's waves run pair[0] and the other half pair[1] (often the same loop)."""
   # In most kernels both loops are the same. `products`: two numbers of matrix products in an iteration, those with d (the head dimension) as one of
   # their three dimensions, and those with dv. `shape`: workgroups on a compute unit, waves of a workgroup, SIMDs, and waves of a workgroup that
   # begin the loop one barrier behind the others.

@@ -292,7 +292,7 @@ class AmdTrip:
 
 @dataclass(frozen=True)
 class DqOfTile:
-  """One wave's part of dQ = dS K for a tile of queries, where the workgroup owns keys: which matrix tiles, and the operands."""
+  """The part of dQ = dS K that one wave computes for a tile of queries: its matrix tiles of dQ, and its columns of K. The workgroup owns keys."""
   # The sum goes over all keys of the workgroup. The wave computes some matrix tiles of dQ, which lie one below the other in the same columns, and
   # keeps these columns of K in registers.
   at: Lane

@@ -27,7 +27,7 @@ from attn.tinygrad_compat import AxisType, UOp, dtypes
 # alone. Otherwise it has all keys that the queries see.
 
 def _queries_of(of:AmdBackward, group:Workgroup, number:UOp|None) -> AmdBackward:
-  """Returns a copy of `of` that owns the queries of `group`, those of one iteration of the loop over blocks of queries."""
+  """Returns a copy of `of` for the queries that `group` owns in one iteration of the loop over blocks of queries."""
   # `number` is the iteration's index if every iteration reads the same tile of keys, and None otherwise. P is 0 for queries beyond the last query,
   # because dS may be summed over queries. Rows of q and dO that other kernels keep in LDS are loaded from global memory for each tile.
   own = own_rows(group, of.tile, of.at, of.statements, (False, False))

@@ -23,7 +23,7 @@ from attn.tinygrad_compat import UOp
 NUMBERS_OF_PIECE = 4      # neighbouring elements of a row of dQ that a thread reads or writes
 
 def place_of_tile(group:Workgroup, mat:Matrix, head:UOp, first_query:UOp, column:Int) -> UOp:
-  """Returns the index of the first element of a matrix tile of query head `head` in dq_sums, the fp32 sums of dQ in memory."""
+  """Returns the index in dq_sums, the fp32 sums of dQ in memory, at which a matrix tile of query head `head` begins."""
   # `first_query`, the tile's first query, is a multiple of mat.M; `column` is the index of the tile in its row of tiles
   return (group.first_sums(head)*QUERIES_OF_SUMS + first_query)*group.p.D + column*(mat.M*mat.N)
 
@@ -53,7 +53,7 @@ def of_queries(p:Problem, arch:Chip, shapes:Shapes, args:tuple[UOp, ...]) -> tup
   return Workgroup.of(p, arch, tile, args, grid, at, shapes), tile, at
 
 def pieces(group:Workgroup, tile:BackwardTile) -> list[tuple[UOp, UOp]]:
-  """Returns (row, first column) of each four neighbouring elements of dQ that this thread loads or stores."""
+  """Returns (row, first column) of each group of four neighbouring elements of dQ that this thread loads or stores."""
   across = group.p.D//NUMBERS_OF_PIECE
   numbers = [group.thread + i*tile.threads for i in range(QUERIES_OF_SUMS*across//tile.threads)]
   return [(i//across, i%across*NUMBERS_OF_PIECE) for i in numbers]

@@ -112,7 +112,7 @@ class AmdLatent:
     rows = latent_rows(self.group, self.mat) if self.group.p.stored else self.group.rows_of("k")
     return StagedTrips(self.tile, self.new, self.statements, self.state, {"k": rows})
   def scales(self, t:UOp) -> list[UOp]:
-    """Loads the scales of K for the keys of this lane's scores in tile t, 8-bit rows: one vector for each vector of scores."""
+    """Loads the scales of K's 8-bit rows for the keys in tile t whose scores this lane holds: one vector of scales for each vector of scores."""
     # V, the first columns of K, has the same scales
     return self.group.scales("k_scales", t, self.share)
 
@@ -209,7 +209,7 @@ class AmdLatent:
 
   # ***** after the last iteration *****
   def totals(self, s:LatentState) -> LatentState:
-    """Stores m and the sums of P of each row to LDS, where all waves can read them, and returns the state."""
+    """Stores m and the sums of P for each query to LDS, where all waves can read them, and returns the state."""
     # m: the number that the softmax subtracts from the row's scores
     first = self.at.h.eq(0)
     sums = [sum_over_groups(s.l[kind].load(), self.mat) for kind in range(s.l.max_numel())]

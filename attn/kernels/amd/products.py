@@ -1,4 +1,5 @@
-"""The matrix products of an iteration over tiles: rows of a tile times own rows (S or dP), and columns of a tile times P or dS (O or gradients)."""
+"""The matrix products of one loop iteration: a tile's rows times the rows that the workgroup owns give S or dP; a tile's columns times P or dS give O
+or gradients."""
 from __future__ import annotations
 import functools, itertools
 from dataclasses import dataclass, replace
@@ -84,7 +85,7 @@ class OwnRows:
 
 @dataclass(frozen=True)
 class LdsColumns:
-  """Columns of a tile, read as operand A of a product that sums over the tile's rows, while the tile lies in LDS row by row."""
+  """Operand A of a product that sums over a tile's rows: columns of the tile, which lies in LDS row by row."""
   # Each operand is read across the rows. The rows come in the order in which the lanes hold their weights (`staging.key_rows`). In place of a column
   # beyond the tile's last column, the last column is read.
   tile: LdsTile
@@ -100,7 +101,7 @@ class LdsColumns:
 
 @dataclass(frozen=True)
 class TurnedColumns:
-  """Columns of a tile that lies in LDS row by row, read by load instructions that transpose, as operand A of a product that sums over rows."""
+  """Operand A of a product that sums over a tile's rows: columns of the tile, which lies in LDS row by row and is transposed by load instructions."""
   # LDS needs no transposed copy
   tile: LdsTile
   at: Lane

@@ -39,7 +39,8 @@ class Staging:
     if self.across: return ceildiv(self.rows, self.threads//self.across)*ceildiv(self.units, self.across)
     return ceildiv(self.rows//self.group*self.units, self.threads)
   def item(self, j:int) -> tuple[UOp, UOp, UOp]:
-    """Returns (row, index of 16 bytes in the row, whether the item exists) of this thread's j-th item; row counts fours if the tile is transposed."""
+    """Returns (row, index of 16 bytes in the row, whether the item exists) of this thread's j-th item. For a transposed tile, `row` is the index of a
+    group of four rows."""
     if self.across:
       rows, parts = self.threads//self.across, ceildiv(self.units, self.across)
       row, unit = self.thread//self.across + j//parts*rows, self.thread%self.across + j%parts*self.across
@@ -113,7 +114,7 @@ class StagedTile(InLds):
   def items(self) -> list[tuple[UOp, UOp, UOp]]: return self.carried.items if self.only is None else [self.carried.item(self.only)]
   @property
   def single(self) -> list[StagedTile]:
-    """This tile as a list of smaller tiles, copied one after another: of each, a thread copies a single item of 16 bytes or of four rows."""
+    """This tile as a list of smaller tiles, copied one after another: a thread copies one item (16 bytes of one or four rows) per smaller tile."""
     # saves registers
     return [replace(self, only=i) for i in range(self.carried.count)]
 

@@ -161,7 +161,8 @@ class MmaTrip(WarpTrip[SwizzledRows]):
   @property
   def mat(self) -> Mma: return self.of.tile.matrix
   def query_values(self, s:MmaBackwardState, kind:int) -> list[UOp]:
-    """Loads one number of each query in this part of a tile (`kind` 1: -delta; 0 and 2: two numbers made of its lse), as vectors for C fragments."""
+    """Loads a number for each query in this part of a tile, as vectors for C fragments: -delta for `kind` 1, one of two numbers made from lse for 0
+    or 2."""
     # The numbers lie in shared memory. 1 is -delta. The others are the two numbers of the query's `Normaliser`, which turns scores into P: 0 is
     # `low`, and 2 is `high`, which only some problems have.
     pairs, tile = s.shared.bitcast(nv.F2), self.of.tile

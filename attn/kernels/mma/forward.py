@@ -148,7 +148,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return s.store(store_all(s.scales.value, map(scale_in_range, scales)), add_all(s.l, nans, range(first, first + q_tiles)))
 
   def factors(self, s:MmaState, p:UOp, tile:int) -> UOp:
-    """Returns `p`, a C fragment of P, multiplied by the scales of V, if V has scales; `tile` is the index of the fragment in its row."""
+    """Returns `p`, a C fragment of P, multiplied by the scales of V, if V has scales. `tile` is the fragment's index along the keys."""
     # `tile` is the index of the fragment in its row of fragments
     return p if s.scales.value is None else scaled_weights(p, s.scales.value[tile].load(), nv.ROWS)
 
@@ -241,7 +241,7 @@ class MmaForward(WarpsForward[MmaTile, MmaState]):
     return v.moved_to(q.size + self.tile.stages*k.size + t%self.tile.stages*v.size)
 
   def first_scale(self, t:UOp) -> UOp:
-    """Returns the index in shared memory, counted in floats, of the first scale of the 8-bit rows of tile t."""
+    """Returns the index in shared memory, counted in floats, at which the scales of tile t's 8-bit rows begin."""
     # those of keys first, then those of values
     q, k, v = self.tile.layouts(self.p)
     return (q.size + self.tile.stages*(k.size + v.size) + t%self.tile.stages*self.tile.scales(self.p))*(UNIT_BYTES//4)

@@ -154,7 +154,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return k.moved_to(q.size + self.tile.stages*self.tile.stage(self.p) if self.tile.widens(self.p) else self.first_of(t))
   @property
   def first_raw(self) -> int:
-    """Index of the 16-byte unit of shared memory at which a tile's 8-bit numbers lie before they are converted."""
+    """Index of the 16-byte unit of shared memory at which a tile's 8-bit numbers begin before they are converted."""
     return self.tile.weights_at(self.p) - self.tile.raw(self.p)
   def rotary_rows(self, t:UOp) -> LongRows:
     """Returns the layout, in shared memory, of the rotary columns of tile t."""
@@ -165,11 +165,11 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     """Returns the index of the 16-byte unit of shared memory at which tile t begins in the ring buffer."""
     return self.tile.layouts(self.p)[0].size + t%self.tile.stages*self.tile.stage(self.p)
   def first_scale(self, t:UOp) -> UOp:
-    """Returns the index in shared memory, counted in floats, of the first scale of the 8-bit rows of tile t."""
+    """Returns the index in shared memory, counted in floats, at which the scales of tile t's 8-bit rows begin."""
     # the scales come last in the tile's part of the ring buffer
     return (self.first_of(t) + self.tile.stage(self.p))*(UNIT_BYTES//4) - self.tile.block_n
   def scales(self, s:LatentMmaState, t:UOp) -> list[UOp]:
-    """Returns the scales of K for the keys of this lane's scores in tile t, 8-bit rows: two for each C fragment."""
+    """Returns the scales of K's 8-bit rows for the keys in tile t whose scores this lane holds: two scales for each C fragment."""
     # V, the first columns of K, has the same scales
     return self.stored.scales(s.shared, self.first_scale(t), 0, self.share.part*self.share.keys, self.share.keys)
   @property
@@ -179,13 +179,13 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
   def row_scalars(self, s:LatentMmaState) -> RowScalars:
     return RowScalars(s.shared, self.tile.block_m, int(self.weight_rows.base) + self.weight_rows.size)
   def put_row_values(self, s:LatentMmaState, i:int|UOp, values:UOp, gate:UOp) -> list[UOp]:
-    """Returns stores of `values`, one number for each of this lane's two rows, as kind `i` of the row's numbers in shared memory."""
+    """Returns stores to shared memory of one number for each of this lane's two queries. The index `i` says which number it is, e.g. the maximum."""
     # to a table in shared memory; `i` says what the number is, such as the maximum of a row: an index that `ScalarPlaces` defines; where `gate` is
     # false, nothing is stored
     told, to = self.row_scalars(s), s.shared.bitcast(dtypes.float)
     return [nv.put(to[told.place(i, row)], ops.extract(values, r), gate & self.warps.at.h.eq(0)) for r, row in enumerate(self.in_block(self.own))]
   def load_row_values(self, s:LatentMmaState, i:int|UOp, first:int|UOp) -> UOp:
-    """Returns numbers of kind `i`, stored by `put_row_values`, of this lane's two rows of the 16 that begin at row `first`."""
+    """Loads the numbers that `put_row_values` stored with the index `i`, for this lane's two of the 16 queries from row `first` on."""
     return ops.build(*[self.row_scalars(s).load(i, row) for row in self.in_block(first)])
   def fetch(self, s:LatentMmaState, t:UOp) -> LatentMmaState:
     group, block_n = self.warps.group, self.tile.block_n
@@ -255,7 +255,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
     return statements
 
   def v_rows(self, t:UOp, line:int) -> LongRows:
-    """Returns the layout in shared memory of V's rows in tile t, restricted to 128 bytes of each: the `line`-th 128 bytes that this warp computes."""
+    """Returns the layout in shared memory of 128 bytes of each row of V in tile t: the `line`-th 128 bytes that this warp computes."""
     # V is the first columns of K, so this is the layout of K, moved to the line. The last warp may have fewer lines. In place of a missing line it
     # reads the last line of V, and the results are not stored.
     k = self.k_rows(t)
@@ -263,7 +263,7 @@ class MmaLatent(WarpsForward[MlaMmaTile, LatentMmaState]):
 
   # ***** after the last iteration *****
   def totals(self, s:LatentMmaState) -> LatentMmaState:
-    """Stores m of each row and this warp's row sums of P to shared memory, where all warps read them, and returns the state."""
+    """Stores m and this warp's sums of P for each query to shared memory, where all warps read them, and returns the state."""
     # m: the number that the softmax subtracts from the row's scores
     sums = [s.l[kind].load() for kind in range(self.names.kinds)]
     own = 0 if self.p.stored else 1      # the first kind of sum that has only this lane's P: four lanes are then added up

@@ -22,7 +22,7 @@ from attn.tinygrad_compat import Ops, UOp
 # fragments to consecutive numbers.
 
 def place_in_sums(group:Workgroup, mat:Mma, head:UOp, first_query:UOp, warp:UOp, fragment:UOp|int) -> UOp:
-  """Returns the index of the first element of a warp's C fragment in dq_sums, the fp32 sums of dQ in global memory."""
+  """Returns the index in dq_sums, the fp32 sums of dQ in global memory, at which a warp's C fragment begins."""
   # `first_query` is the first query of the 64 that lie together in the accumulator, `warp` says which 16 of these queries, and `fragment` which 8
   # columns
   row = (group.first_sums(head) + first_query//QUERIES_OF_SUMS)*(QUERIES_OF_SUMS//mat.M) + warp
@@ -42,7 +42,7 @@ class QueriesOfSums:
   @property
   def group(self) -> Workgroup: return self.rows.warps.group
   def places(self) -> list[UOp]:
-    """Returns the index of this lane's four elements of every 8 columns in dq_sums (fp32 sums of dQ), counted in vectors of four."""
+    """Returns, for every 8 columns, the index in dq_sums (fp32 sums of dQ) of this lane's four elements, counted in vectors of four."""
     group, at, mat = self.group, self.rows.warps.at, self.rows.mat
     first = place_in_sums(group, mat, group.first_head, group.first_row, at.wave, 0)//4 + at.lane
     return [first + i*(mat.M*mat.N//4) for i in range(fragments(group.p.D, mat))]

@@ -133,7 +133,7 @@ class StoredKeys:
     return found
 
   def checked_scales(self, shared:UOp, base:UOp, to_log2:float) -> list[UOp]:
-    """Returns stores that replace the scales in shared memory which this thread has copied by the results of `kinds_of_scales`."""
+    """Returns stores that replace the scales that this thread copied to shared memory by the scales that `kinds_of_scales` returns."""
     # so each scale is checked once, and not by each lane that uses it (`kinds_of_scales`)
     n, threads, floats, found = self.warps.group.tile.block_n, self.warps.group.tile.threads, shared.bitcast(dtypes.float), list[UOp]()
     for row in [self.warps.at.thread + i*threads for i in range(ceildiv(n, threads))]:
@@ -143,7 +143,7 @@ class StoredKeys:
     return found
 
   def checked_copies(self, shared:UOp, t:UOp, base:UOp, gate:UOp) -> list[UOp]:
-    """Returns asynchronous copies to shared memory of tile t's scales, in the kinds that `kinds_of_scales` lists; an earlier kernel made them."""
+    """Returns asynchronous copies of tile t's scales to shared memory. An earlier kernel stored all kinds of scales that `kinds_of_scales` lists."""
     # the earlier kernel is attn/kernels/nvidia/widen.py; rows that do not exist get zeros; where `gate` is false, nothing is copied
     group, floats, found = self.warps.group, shared.bitcast(dtypes.float), list[UOp]()
     n, threads, first = group.tile.block_n, group.tile.threads, group.scores.row(t*group.tile.block_n)
@@ -166,6 +166,6 @@ class StoredKeys:
     """Distance in shared memory, counted in pairs of scales, between the scales for neighbouring C fragments."""
     return self.warps.at.matrix.N//2
   def first_scales(self, base:UOp, kind:int, first_key:UOp) -> UOp:
-    """Returns where the scales of one kind (OF_K, OF_V, ...) for this lane's first C fragment begin in shared memory, counted in pairs of scales."""
+    """Returns the index in shared memory, counted in pairs of scales, at which this lane's scales of one kind (OF_K, OF_V, ...) begin."""
     # the parameters as in `scales`
     return (base + kind*self.warps.group.tile.block_n + first_key)//2 + self.warps.at.h

@@ -175,7 +175,7 @@ class WarpTrip(Generic[L]):
 
   @property
   def columns(self) -> range:
-    """Indices of the C fragments with the scores of 16 rows that the warp owns; each fragment has scores with 8 rows of the tile."""
+    """Indices of a warp's C fragments for 16 queries: each holds their scores with 8 keys (or the scores of 16 keys with 8 queries)."""
     return range(self.score.block_n//self.warp_rows.mat.N)
   @functools.cached_property
   def left(self) -> list[Kept]: return [kept_scores(self.score, own, self.tile_number) for own in self.warp_rows.of_lane]

@@ -48,7 +48,7 @@ class Warps:
     return Warps(Workgroup.of_keys(p, arch, tile, args, grid, at, shapes, parts, lds), at)
 
   def with_keys(self, keys:int) -> Warps:
-    """Returns a copy for tiles that have only `keys` keys: those of a tile that one warp computes."""
+    """Returns a copy for tiles of `keys` keys, where one warp computes only these `keys` keys of each larger tile."""
     return replace(self, group=replace(self.group, scores=replace(self.group.scores, block_n=keys)))
 
   def queries(self, first:UOp) -> list[Row]:

@@ -49,7 +49,7 @@ class BiasShare:
   def blocks(self) -> int: return ceildiv(self.p.Sq, self.block_m)
   @property
   def walked(self) -> tuple[int, int, int]:
-    """Returns (batches, heads, blocks of queries) over which one workgroup loops, because all of them add the same block of the bias."""
+    """Returns how many (batches, heads, blocks of queries) one workgroup loops over: the same block of the bias is added to all their scores."""
     batches, heads, rows, _ = self.broadcast
     # if workgroups own diagonals of tiles, the last number is that of the longest diagonal
     if self.diagonals is not None: blocks = self.diagonals.most
@@ -59,7 +59,7 @@ class BiasShare:
   def trips(self) -> int: return math.prod(self.walked)
   @property
   def owned(self) -> tuple[int, int, int]:
-    """Returns (batches, heads, blocks of queries or diagonals) of the bias that the workgroups divide among them."""
+    """Returns how many (batches, heads, blocks of queries or diagonals) of the bias the workgroups divide among themselves."""
     blocks = self.diagonals.count if self.diagonals is not None else self.blocks//self.walked[2]
     return self.p.B//self.walked[0], self.p.H//self.walked[1], blocks
   @property

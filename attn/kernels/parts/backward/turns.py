@@ -47,7 +47,7 @@ class Turns:
     return Turns(group, wave, lane.eq(0), 1 if group.split else TILES_OF_TURN) if "dq_turns" in group.given else None
 
   def turn(self, tile:UOp) -> UOp:
-    """Returns the first of the neighbouring tiles of queries, including `tile`, for which a wave has one turn."""
+    """Returns the first of the neighbouring tiles of queries that share one turn with tile `tile`."""
     return tile//self.tiles*self.tiles
   def counter(self, head:UOp, tile:UOp) -> UOp:
     """Returns the int32 in memory that counts how many workgroups have ended their turn to add to dQ of tile `tile`."""

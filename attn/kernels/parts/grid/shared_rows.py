@@ -1,4 +1,4 @@
-"""Latent attention: how the waves of a workgroup divide the scores of a tile, while each holds some columns of all rows of O."""
+"""Latent attention: how a workgroup's waves divide the scores of a tile. Of O, each wave holds some columns for all queries."""
 from __future__ import annotations
 from dataclasses import dataclass, replace
 from attn.kernels.parts.program.allocator import Allocator, InLds
@@ -8,7 +8,7 @@ from attn.tinygrad_compat import UOp, dtypes
 
 @dataclass(frozen=True)
 class Share:
-  """The scores of a tile that one wave computes: of one matrix tile of queries, with one of `key_parts` parts of the tile's keys."""
+  """The scores that one wave computes in an iteration: those of one matrix tile of queries with one of `key_parts` parts of the tile's keys."""
   wave: UOp
   row_tiles: int   # matrix tiles of queries of the workgroup
   block_n: int     # keys of a tile
@@ -33,7 +33,7 @@ class Share:
 
 @dataclass(frozen=True)
 class RowScalars(InLds):
-  """LDS buffer through which the waves of a workgroup exchange fp32 numbers of rows, such as maxima and sums."""
+  """LDS buffer through which the waves of a workgroup exchange fp32 numbers of each query, such as the maximum of its scores."""
   buffer: UOp       # in units of 16 bytes
   rows: int   # the table has this many numbers of each kind, one for each row
   base: UOp|int = 0

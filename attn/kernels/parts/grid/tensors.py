@@ -115,7 +115,7 @@ def finish_arguments(p:Problem) -> Shapes:
   return {"dq": p.shapes["q"], "dq_sums": dq_sums(p), **(dq_turns(p) if set_by_first(p) else {}), **lengths_of(p)}
 
 def dbias_arguments(p:Problem, parts:int=0, tile:BlockTile|None=None) -> Shapes:
-  """Returns {name: (shape, dtype)} of the tensors that `backward_dbias` takes, in order; without `tile`, the sum has its final shape."""
+  """Returns {name: (shape, dtype)} of the tensors that `backward_dbias` takes, in order. `tile` decides the shape of sums over diagonals."""
   # The first tensor is the kernel's output: the sum of dS that `sum_over_scores(p)` describes, from which the gradient of a bias, or of a tensor that
   # score_mod reads, is made. If `parts` is above 0, the kernel writes `parts` partial sums. A sum over diagonals (scores with equal query number
   # minus key number) has a shape that depends on `tile`.

@@ -63,7 +63,8 @@ def kv_head_fastest(p:Problem, tile:BlockTile, mat:Matrix, arch:Chip) -> Grid:
   return _in_group_fastest((1, ceildiv(p.Sk, tile.block_m)), p.B*p.Hkv, heads_together(p, arch), tile, mat)
 
 def heads_together(p:Problem, arch:Chip, heads:int=0) -> int:
-  """Returns how many heads form a group, whose workgroups run at about the same time because their rows fit into an AMD chip's cache."""
+  """Returns how many heads form a group. Workgroups of a group run at about the same time, because the rows that they read fit into an AMD chip's
+  cache."""
   # `heads` is the number of query heads of a workgroup that owns queries, or 0 if workgroups own keys. A group has as many heads as the cache of the
   # chip has room for, with the rows over which workgroups loop: K and V, or q and dO. On a chip that needs no groups, all heads are one group.
   n, room = (p.all_heads//heads if heads else p.B*p.Hkv), arch.caches.group
