@@ -94,7 +94,7 @@ class TensorOfTerm:
                        f"({', '.join(SCORE_AXES[axis] for axis in self.axes)}) = {full}")
     return tuple(n == size for n, size in zip(shape, full))
   def check(self, name:str, x:Any) -> tuple[bool, ...]|None:
-    """Returns `x`, the value of the field `name` of Problem, unchanged, or raises ValueError unless it is None or a tuple of bools."""
+    """Returns `x`, the value of the field `name` of Problem, unchanged, or raises ValueError unless `x` is None or a tuple of bools."""
     # The value is None if the problem has no such tensor, otherwise a tuple with a bool for each dimension: True for full size, False for size 1.
     least, most = len(self.axes) if self.broadcasts else 1, len(self.axes)
     if x is None or (isinstance(x, tuple) and least <= len(x) <= most and all(isinstance(full, bool) for full in x)): return x

@@ -294,7 +294,7 @@ def sums(acc:UOp, x:UOp, y:UOp, unit:UOp, after:UOp, rows:int, panel:int, dtype:
   # which lie `panel` bytes apart.
   return statement("start_sums", acc[0], x, y, integer(unit), after, accs=acc.max_numel(), steps=rows//K, panel=panel, dtype=dtype, more=more)
 def send(acc:UOp, stage:UOp, to:UOp, lane:UOp, there:UOp, after:UOp, sets:UOp|None=None) -> UOp:
-  """Returns a statement that starts the addition of the C fragments `acc` to fp32 numbers in global memory by TMA, the copy engine."""
+  """Returns a statement that starts to add the C fragments `acc` to fp32 numbers in global memory; the copy engine (TMA) does the additions."""
   # Each number is added atomically, in no fixed order. `to` indexes this lane's first sum: the first fragment has four neighbouring sums for each
   # lane, lane after lane; then the next fragment follows. The warp copies the fragments to shared memory at `stage`, and TMA adds them from there.
   # `sent` waits for the additions. In warps where `sets` is true, the numbers replace the sums.

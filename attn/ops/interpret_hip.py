@@ -168,7 +168,7 @@ class Hip(Printer):
     return x, self.let("other", Term(self, f"__builtin_bit_cast({x.type}, {other})", x.type))
   # sums of packed numbers
   def whole(self, x:Value) -> None:
-    """Renders inline assembly that keeps packed dwords of x in their registers, on chips for which clang would pack them at each use."""
+    """Renders inline assembly that keeps the packed x in registers, on chips for which clang would otherwise pack x again at each use."""
     # on these chips clang would pack a dword again at each use; on other chips the hint would cost registers
     if get_chip(self.arch).unit.packs_again: self.say(f'asm volatile("" :: "v"({self.term(x).text}));')
   def dot_ones(self, x:Value, c:Value, dtype:str) -> Value:

@@ -59,7 +59,7 @@ def logarithm(x:Array) -> Array: return np.log2(x.astype(np.float64)).astype(np.
 def reciprocal(x:Array) -> Array: return (1/x.astype(np.float64)).astype(np.float32)
 
 def from_lane(x:Array, source:Array, wave:int) -> Array:
-  """Returns, for each lane, the x of the lane with index `source` in its wave of `wave` lanes."""
+  """Returns, for each lane, the x of the lane with index `source` in the same wave of `wave` lanes."""
   base = np.arange(x.shape[-1])//wave*wave
   return x[..., base + source % wave]
 

@@ -106,7 +106,7 @@ def lift_of(dtype:str, scale:float) -> float:
 def of_bytes(dtype:str) -> bool: return IN_A_DWORD[dtype] == 4
 
 def packed_together(c:Any, vectors:list[Value], rows:int, dtype:str) -> Value:
-  """Returns the vectors of P, with `rows` rows each, rounded to `dtype` and packed into dwords; no dword mixes two rows."""
+  """Rounds the vectors of P, each with `rows` queries, to `dtype` and packs them into dwords; a dword has elements of one query only."""
   # a dword has elements of one row only: two 16-bit elements of one vector, or four of 8 bits, two from each of two neighbouring vectors
   if rows == 1 or not of_bytes(dtype): return c.join(*[c.pack_weights(x, dtype) for x in vectors])
   split = [by_row(c, x, rows) for x in vectors]
@@ -184,7 +184,7 @@ IN_REGISTERS = ScalesAt()
 
 @dataclass(frozen=True)
 class RowScales:
-  """The scales of 8-bit rows of K and V, from which a compound operation reads those that belong to a vector of scores."""
+  """Scales of K and V, which are stored in 8 bits. A compound operation reads from it the scales of the keys of one vector of scores."""
   # interpreter of the definition
   c: Any
   # register array with the scales of V's rows, or the place in shared memory where they begin: `at` says which
@@ -193,14 +193,14 @@ class RowScales:
   # rows in a vector of scores
   rows: int
   def of_v(self, i:int) -> Value:
-    """Returns two scales of V, for the keys of the i-th vector of scores."""
+    """Returns the scales of V for the two keys of the i-th vector of scores."""
     return self.c.read(self.scales, i*self.at.apart, 2) if self.at.apart else self.c.load(self.scales, i)
   def logarithms(self, i:int) -> Value:
-    """Returns the base-2 logarithms of two scales of V, for the keys of the i-th vector of scores."""
+    """Returns the base-2 logarithms of the scales of V for the two keys of the i-th vector of scores."""
     # a scale in shared memory may be NaN
     return self.c.rough_log2(in_range(self.c, self.of_v(i)) if self.at.apart else self.of_v(i))
   def factors(self, i:int) -> Value|None:
-    """Returns two factors of K, for the keys of the i-th vector of scores, or None if the scores include K's scales."""
+    """Returns the factors of K for the two keys of the i-th vector of scores, or None if the scores include K's scales."""
     return self.c.read(self.scales, i*self.at.apart + self.at.factors, 2) if self.at.factors else None
   def score(self, x:Value, i:int, scale:float) -> Value:
     """Returns `x`, the i-th vector of scores, multiplied by the scales of K, if the scores do not include them."""

@@ -343,7 +343,7 @@ def heads_in(p:Problem, name:str, u:UOp, heads:tuple[int, int], device:int) -> U
   return of_device(region_of(bare_buffer(u), heads[0]//heads[1]*size, size), device)
 
 def dealt_rows(c:SharedRows, name:str, u:UOp, device:int) -> UOp:
-  """Returns a tensor that a score term reads, such as a bias, cut to the query rows that a device holds, and padded like them."""
+  """Returns a tensor that a score term reads, such as a bias, cut to a device's query rows, and padded to the same number of rows as q."""
   # Nothing changes for a tensor without an axis of queries, or whose rows are already divided like those of q.
   queries, axis, rows = c.shards.queries, rows_dimension(name), c.problem.Sq
   if name in c.shards.as_q or axis is None or (u.shape[axis] == 1 and rows > 1) or queries is None: return u

@@ -68,7 +68,7 @@ def copy_rate(nbytes:int, by_attn:bool) -> RateToMeasure:
 COPY_THREADS, COPY_UNITS = 256, 4     # threads of a workgroup; units of 16 bytes that each of them copies
 
 def copied_by_threads(to:UOp, source:UOp) -> CheckedKernel:
-  """Kernel that copies float32 numbers: each thread copies 16 bytes, next to those that the thread before it copies."""
+  """Kernel that copies float32 numbers in pieces of 16 bytes; neighbouring threads copy neighbouring pieces."""
   new, unit = Allocator(), ops.f32(UNIT_BYTES//4)
   group = new.range(to.max_numel()*4//(UNIT_BYTES*COPY_THREADS*COPY_UNITS), AxisType.GLOBAL)
   thread = new.range(COPY_THREADS, AxisType.WARP)

@@ -96,7 +96,7 @@ def span(values:Sequence[float], unit:str="") -> str:
 def table_of_folder(folder:Path) -> str: return overview([(path.name, read_report(path)) for path in sorted(folder.glob("*.json"))])
 
 def page_with_table(page:str, new:str) -> str:
-  """Returns the page with a new table between the two comments that mark its place."""
+  """Returns the page with a new table between the two comments that mark the table's place."""
   before, begin, rest = page.partition(TABLE_BEGIN)
   _, end, after = rest.partition(TABLE_END)
   if not begin or not end: raise ValueError(f"the page has no lines {TABLE_BEGIN!r} and {TABLE_END!r}")

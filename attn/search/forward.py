@@ -182,7 +182,7 @@ def best(ranked:Iterable[RankedTile], worst:Callable[[UpTo[ForwardShape]], Bound
 def queries(x:RankedTile) -> int: return -x.bound.small
 
 def rows_of_class(arch:str, ranked:list[RankedTile], each:Each=map) -> list[RankedTile]:
-  """Returns the rows of a tile table for one range of head dimensions: the best tile, and, if it has many queries, also a smaller one for few
+  """Returns the rows of a tile table for one range of head dimensions: the best tile, and, if this tile has many queries, also a smaller tile for few
   workgroups."""
   worst = functools.cache(lambda row: worst_bound(arch, row, each))
   first = best(ranked, worst)
@@ -289,7 +289,7 @@ def with_table(text:str, rows:Mapping[RowsKey, list[str]]) -> str:
   return TABLE.sub(lambda table: f"{table[1]}{lines})", text)
 
 def differences(old:TableRows, new:TableRows) -> list[str]:
-  """Returns a line of text for each tile that only one of two tables of tiles has."""
+  """Returns a line of text for each tile that is in only one of the tables `old` and `new`."""
   # figures in the tables' comments, such as predicted speeds, are not compared
   def tiles(rows:TableRows, family:str, key:RowsKey) -> list[str]:
     return [line.partition("#")[0].strip() for line in rows.get(family, {}).get(key, [])]

@@ -33,6 +33,6 @@ def rand_then(shape:tuple[int, ...], device:str, then:Callable[[Tensor], Tensor]
   return Tensor(drawn)
 
 def realize_counters() -> None:
-  """Computes the counters of tinygrad's random generators, whose lazy expressions otherwise grow with each use of a generator."""
+  """Computes the counters of tinygrad's random generators, because the lazy expression of a counter grows with each use of the generator."""
   # Until then, the expressions of each draw contain those of all earlier ones.
   for counter in Tensor._device_rng_counters.values(): counter.realize()

@@ -47,7 +47,7 @@ def copied(u:UOp) -> UOp:
   return buffer.after(buffer.store(u))
 
 def buffers_of_function(uret:UOp) -> set[UOp]:
-  """Returns the buffers made inside a `@function`, which each call replaces by new ones; `uret` is tinygrad's UOp of the call."""
+  """Returns the buffers that were made inside a `@function`: each call replaces these buffers by new ones. `uret` is tinygrad's UOp of the call."""
   # These are the buffers that `new_buffer` made, and those without initial content that tinygrad's own code makes inside the function
   # (`Tensor.invalids`).
   return of_tinygrad(uret) | {u for u in uret.backward_slice_with_self if u in own_buffers}

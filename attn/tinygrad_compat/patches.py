@@ -77,7 +77,7 @@ class Rerouted:
     self.function.__code__, self.function.__defaults__, self.function.__kwdefaults__ = own.__code__, own.__defaults__, own.__kwdefaults__
 
 def input_of(u:UOp) -> int|None:
-  """Returns the number of the TinyJit input to which `u`, an argument of a launch, belongs whole or as a part; None if to no input."""
+  """Returns the number of the TinyJit input that a launch's argument `u` is, or is a part of; None if there is no such input."""
   # The argument may be the whole input, a region of it, or one device's part.
   while u.op in (Ops.MSELECT, Ops.SHRINK, Ops.RESHAPE, Ops.BITCAST): u = u.src[0]
   return int(u.arg.slot) if u.op is Ops.PARAM else None

@@ -14,7 +14,7 @@ OF_SHAPE = vars(UOp)["_shape"].nm     # under this name a UOp keeps its shape
 
 @dataclass(frozen=True)
 class DividedInputs:
-  """Inputs of an expression in two groups: `changing`, the UOps that differ from call to call, and `form`, all that stays equal."""
+  """Inputs of an expression in two groups: `changing`, the UOps that differ from call to call, and `form`, what is equal in all calls."""
   changing: tuple[UOp, ...]  # buffers of the inputs, and calls and stores after which these have their values; each once
   form: tuple[Any, ...]  # inputs of equal form differ in nothing but `changing`
 

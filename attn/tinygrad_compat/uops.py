@@ -126,7 +126,8 @@ def output_params(sink:UOp) -> tuple[UOp, ...]:
   return tuple(sorted(found, key=lambda u: u.arg.slot))
 
 def with_outputs(sink:UOp) -> UOp:
-  """Adds a kernel's outputs to the sources of the root (SINK) of its AST, so that even outputs that the kernel does not write are arguments of it."""
+  """Adds a kernel's outputs to the sources of the root (SINK) of its AST: an output then stays an argument even if simplification removes all stores
+  to it."""
   return sink.replace(src=sink.src + tuple(p for p in output_params(sink) if p not in sink.src))
 
 def with_accesses(program:UOp, slots:Collection[int]) -> UOp:
@@ -149,7 +150,8 @@ def begins_at(u:UOp) -> int:
 MOST_ASTS = 128     # number of kernels' ASTs that a cache of this package keeps; tinygrad's own caches hold the ASTs of more kernels
 
 def with_params(sink:UOp, tensors:Sequence[UOp]) -> UOp:
-  """Adds `tensors` to a kernel's AST as parameters 0, 1, ..., so that the kernel waits for their writers even if it does not use them."""
+  """Adds `tensors` to a kernel's AST as parameters 0, 1, ..., so that the kernel waits for their writers, even if the kernel does not use the
+  tensors."""
   # In a graph under TinyJit the kernel then waits for everything that writes these tensors. (`with_used_tensors` later removes tensors from a call if
   # its program does not take them.)
   return _with_params_of(sink, *(UOp.placeholder_like(u, slot) for slot, u in enumerate(tensors) if not (u.is_variable or u.is_bound_var)))
