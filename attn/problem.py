@@ -145,7 +145,7 @@ class Strided:
 
 @dataclass(frozen=True)
 class Pages:
-  """Pages of a cache of keys and values: `count` pages of `size` rows each, of which a sequence has up to `most`."""
+  """Pages of a cache of keys and values: there are `count` pages of `size` rows each, and a sequence has up to `most` pages."""
   # The sequence's row of the block table lists its pages in order.
   size: int
   count: int

@@ -103,7 +103,8 @@ def dtype_text(dtype:Any) -> str:
   return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("dtypes."))
 
 def dtype_name(name:str, dtype:DType, supported:Iterable[str]) -> str:
-  """Returns the name of a tensor's dtype, or raises NotImplementedError (ValueError if only one dtype is supported) for another one."""
+  """Returns the name of a tensor's dtype; raises NotImplementedError (ValueError if `supported` has a single dtype) for a dtype not in
+  `supported`."""
   if (found := dtype_text(strong_dtype(dtype))) in (supported := tuple(supported)): return found
   several = len(supported) > 1
   raise (NotImplementedError if several else ValueError)(f"{name} has dtype {found}: must be {'one of ' if several else ''}{', '.join(supported)}")

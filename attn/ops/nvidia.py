@@ -82,7 +82,7 @@ def put(to:UOp, value:UOp, gate:UOp) -> UOp:
   # `store` of the UOp would make tinygrad add a barrier
   return statement("put", to, value, gate, kind="float" if value.dtype == dtypes.float else value.dtype.name)
 def commit(after:UOp) -> UOp:
-  """Returns a statement that closes a group of copies: those that this thread has started since its last `commit`."""
+  """Returns a statement that closes a group of copies: all copies that this thread has started since the thread's last `commit`."""
   return statement("commit", after)
 def wait_copies(after:UOp, but:int) -> UOp:
   """Returns a statement that waits for this thread's groups of copies, except the last `but` groups."""
@@ -160,7 +160,7 @@ instruction("columns_apart", _columns_apart, cuda=Body(
                                    for selector in (EVEN_BYTES, ODD_BYTES) for x, y in ("xy", "zw")) + ");", "words"))
 
 def columns_apart(words:UOp) -> UOp:
-  """Returns B fragments of 16 columns of V and 32 keys, first the 8 even columns, then the 8 odd ones, from the 8-bit pairs that ldmatrix loaded."""
+  """Returns B fragments for 32 keys and 16 columns of V, first the 8 even columns, then the 8 odd columns, from 8-bit pairs that ldmatrix loaded."""
   # `words` is what ldmatrix returned for 32 rows of 16 columns, transposed. Because ldmatrix moves pairs of bytes, each dword has two neighbouring
   # columns of two keys. A lane's keys are in the order in which `pack_a` packs the weights.
   return emit("columns_apart", U4, words)

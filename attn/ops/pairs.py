@@ -117,8 +117,7 @@ class PairOperands:
 TWO_ROWS = ("low", "high")
 
 def in_fragments(distances:tuple[int, ...], pair:Callable[[int, int], Any]) -> list[list[Any]]:
-  """Returns a list for each C fragment of a lane, with `pair(row, distance)` for each element; `distance` counts columns from the lane's first
-  one."""
+  """Returns a list for each C fragment of a lane, with `pair(row, distance)` for each element: `distance` counts from the lane's first column."""
   # a fragment has two columns of each of the two rows
   return [[pair(row, n) for row in range(len(TWO_ROWS)) for n in columns] for columns in zip(distances[::2], distances[1::2])]
 

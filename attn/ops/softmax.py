@@ -30,8 +30,8 @@ LOWEST = -float(np.finfo(np.float32).max)   # finite, and not above any finite s
 
 @dataclass(frozen=True)
 class RowLanes:
-  """How a lane's vectors hold scores of several queries: parts of `rows` queries, concatenated. Lanes `steps` apart hold other keys of these
-  queries."""
+  """How a lane's vectors hold scores of several queries: parts of `rows` queries, concatenated. Lanes `steps` apart have the same queries, other
+  keys."""
   rows: int
   steps: tuple[int, ...]
   # kind of instruction by which the lanes that share a row exchange values
@@ -360,7 +360,7 @@ def correct_rows(c:Any, reference:Value, addend:Value, l:Value, acc:Value, p:Val
 
 def weigh(reference:UOp, addend:UOp, p:UOp, scores:UOp, part:UOp, *after:UOp, rows:RowLanes, dtype:str, sums:tuple[str, ...], matrix:Any,
           scale:float, scales:UOp|None=None, at:ScalesAt=IN_REGISTERS, factor:UOp|None=None) -> UOp:
-  """Returns a statement that computes P of one tile of keys, stores it to `p`, rounded to `dtype`, and stores its row sums to `part`."""
+  """Returns a statement that computes P of one tile of keys, stores P to `p`, rounded to `dtype`, and stores the row sums of P to `part`."""
   # `part` gets one sum for each constant in `sums`: LANE is the fp32 sum of P, DOT the sum of P after rounding. `correct` describes all operands. If
   # no row of the wave has seen a key, there is no reference yet, and the sums become inf, or P of 8 bits too large. `correct`, which runs next, takes
   # this as a sign to find a reference and to compute P again.

@@ -122,7 +122,7 @@ def sequence_shards(shapes:dict[str, tuple[int, ...]], options:AttentionOptions,
   return at, shared, lengths or rows
 
 def lies_as_q(name:str, t:Tensor|None, rows:int, at:Placement) -> bool:
-  """Returns whether the rows of an optional tensor, such as a bias, are sharded like those of q, padding included."""
+  """Returns whether the rows of an optional tensor, such as a bias, are sharded like the rows of q, padding included."""
   axes = TERM_TENSORS[name].axes
   if t is None or "rows" not in axes or at.shared != "rows" or (axis := t.ndim - len(axes) + axes.index("rows")) < 0: return False
   if isinstance(at.device, str): return int(t.shape[axis]) == rows
@@ -199,7 +199,7 @@ def filled_with_rows(u:UOp) -> UOp:
   return buffer.after(buffer.store(u))
 
 def launch_problem(p:Problem, launch:ContextLaunch) -> Problem:
-  """Returns the problem of one launch: its queries and keys are those of `launch`, and it has no sinks."""
+  """Returns the problem `p` for a single launch: with the queries and keys of `launch`, and without sinks."""
   # It has no sinks, because a sink must count once, not in each launch.
   return of_backward(replace(p, Sq=launch.queries.count, Sk=launch.keys.count, window=launch.seen.window, offset=launch.seen.offset, top_left=False,
                              sinks=False))
@@ -411,7 +411,7 @@ def merge_call(c:SharedRows, p:Problem, parts:list[ContextPart], outputs:tuple[U
   return UOp.custom_kernel(*outputs[:count], *given, *outputs[count:], fxn=kernel)[0].src[1]
 
 def merged_part(c:SharedRows, parts:list[ContextPart], device:int) -> ContextPart:
-  """Merges the partial results of a device into one that covers all rows of the device."""
+  """Merges the partial results of a device into one result that covers all query rows of the device."""
   p, rows = replace(c.own, out_dtype="float32"), RowRange(0, c.own.Sq)
   if len(parts) == 1 and parts[0].rows == rows: return parts[0]
   return ContextPart(rows, written_part(p, c.devices[device], lambda *into: merge_call(c, p, parts, into)))

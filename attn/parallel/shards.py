@@ -29,7 +29,7 @@ def numbers_of(device:int, count:int, order:str) -> tuple[int, ...]:
   return (device,) if order == "contiguous" else (device, 2*count - 1 - device)
 
 def pieces_of(device:int, count:int, order:str, held:int, length:int) -> tuple[SequencePiece, ...]:
-  """Returns the pieces of a sequence of `length` rows that device number `device` of `count` holds, without pieces of padding alone."""
+  """Returns the pieces of a sequence of `length` rows that device number `device` of `count` holds, without pieces that are only padding."""
   # `held` is the number of rows that each device holds, padding included.
   size = held//ORDERS[order]
   of = [SequencePiece(n*size, min(max(length - n*size, 0), size), i*size) for i, n in enumerate(numbers_of(device, count, order))]
@@ -80,7 +80,7 @@ class ContextLaunch:
   seen: SeenKeys  # mask between queries and keys
 
 def pair_seen(p:Problem, queries:SequencePiece, keys:SequencePiece, offset:int|None=None) -> SeenKeys|None:
-  """Returns the mask between one piece of q and one piece of k, or None if no query of the piece sees one of these keys."""
+  """Returns the mask between one piece of q and one piece of k, or None if no query in `queries` sees a key in `keys`."""
   # `offset`, if given, stands in place of the positions.
   return seen_keys(p.window, p.offset + queries.start - keys.start if offset is None else offset, queries.rows, keys.rows, goes_by_distance(p))
 

@@ -26,7 +26,7 @@ SCORES = {OF_FORWARD: 1 << 20, OF_DECODE: 1 << 18, OF_BACKWARD: 1 << 20}
 
 @dataclass
 class ReportedKernel:
-  """A kernel of one of a report's problems, compiled and ready to run."""
+  """A kernel that computes a problem of a report, compiled and ready to run."""
   name: str
   tile: str
   schedule: UOp

@@ -252,7 +252,7 @@ def flat_index(indices:list[UOp], shape:list[int]) -> UOp:
   return functools.reduce(lambda flat, of: flat*of[1] + of[0], zip(indices, shape), UOp.const(0, dtypes.int))
 
 def has_negative_term(x:UOp) -> bool:
-  """Returns whether an integer expression, or one of the terms that it adds, may be negative."""
+  """Returns whether an integer expression may be negative; for a sum, whether any of its terms may be negative."""
   return any(map(has_negative_term, x.src)) if x.op is Ops.ADD else x.vmin < 0
 
 def within(index:UOp, size:int) -> UOp:

@@ -36,7 +36,7 @@ def lasts(walk:Walk, row:UOp) -> list[UOp]:
 def last_seen(walk:Walk, row:UOp) -> UOp: return functools.reduce(UOp.minimum, lasts(walk, row))
 
 def seen_up_to(walk:Walk, row:UOp) -> UOp:
-  """Returns the index of the column after the last one that a row of the score matrix sees."""
+  """Returns the index of the column after the last column that a row of the score matrix sees."""
   return functools.reduce(UOp.minimum, [(x + 1).maximum(0) for x in lasts(walk, row)])
 
 def nearest_first(walk:Walk) -> bool:

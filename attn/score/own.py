@@ -48,7 +48,7 @@ def _plain(s:Tensor, p:Problem, at:Positions, given:Mapping[str, Tensor]) -> Ten
   return with_gradients(score_function(p).value, s, at, given)
 
 def _of(p:Problem) -> ScoreTerm:
-  """Returns the row for score_mod in the table of score terms, for one problem."""
+  """Returns the ScoreTerm of score_mod for one problem."""
   mod = score_function(p)
   # A function that attn cannot differentiate is marked as not differentiable. A function that only adds to the score has the derivative 1.
   if why_no_derivative(mod.value, SCORE) is not None: return replace(SCORE_MOD, differentiable=False)

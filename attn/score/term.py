@@ -43,7 +43,7 @@ def changed(x:list[UOp], unit:ScoreUnit, to:ScoreUnit) -> list[UOp]:
 
 @dataclass(frozen=True)
 class Fragment:
-  """Describes the scores that a lane holds of one tile: the row that they share, and the column of each."""
+  """Scores of one tile that a lane holds: the row of the score matrix that all these scores share, and the column of each score."""
   # The scores themselves are a list of vectors, which is passed beside this object. Rows are queries and columns are keys, or the reverse (`over`).
   p: Problem
   given: Mapping[str, UOp]            # the problem's optional tensors, by name

@@ -42,7 +42,7 @@ def backward_held(tile:BackwardTile, d:int) -> int:
   return RESERVE + accumulators + 2*tile.block_n//mat.groups + row*tile.own_in_lds.count(False) + on_the_way
 
 def backward_candidates(arch:Chip, d:int, keys:bool) -> list[UpTo[BackwardShape]]:
-  """Returns the tile shapes of BACKWARD_SPACE that a kernel can use, as rows of a tile table. `keys`: the kernel of dk and dv, otherwise of dq."""
+  """Returns the tile shapes of BACKWARD_SPACE that a kernel (of dk and dv if `keys`, otherwise of dq) can use, as rows of a tile table."""
   found, p = list[UpTo[BackwardShape]](), problem_of_spec(Spec(arch.name, d))
   for *numbers, matrix in itertools.product(*BACKWARD_SPACE.values(), MATRICES):
     c = BackwardShape(**dict(zip(BACKWARD_SPACE, numbers)))
@@ -73,7 +73,7 @@ def backward_bound(arch:str, row:UpTo[BackwardShape], kernel:str, dtype:str=VARI
   return found._replace(predicted=round(found.predicted*needed), serial=round(found.serial*needed), issued=round(found.issued*needed))
 
 def ranked_backward(arch:str, d:int, kernel:str, each:Each=map) -> list[RankedBackwardTile]:
-  """Returns the tiles of a backward kernel for head dimensions up to `d`, best first, without those whose kernel spills registers."""
+  """Returns the tiles of a backward kernel for head dimensions up to `d`, best first. Tiles whose kernel spills registers are left out."""
   found = candidates = backward_candidates(get_chip(arch), d, kernel == "dkdv")
   # a tile's figures are the worst over all variants of the kernel
   worst: dict[UpTo[BackwardShape], Bound] = {}

@@ -154,7 +154,7 @@ def why_none(arch:str, d:int) -> str:
   return "all of them spill registers"
 
 def first_bound(arch:str, row:UpTo[ForwardShape], dtype:str=VARIANTS[0][0], mask:str=VARIANTS[0][1]) -> Bound|None:
-  """Compiles the forward kernel with the tile shape in `row`, for one dtype and mask; returns predicted figures of its speed, or None if it
+  """Compiles the forward kernel with the tile shape in `row`, for one dtype and mask; returns predicted figures of speed, or None if the kernel
   spills."""
   spec = Spec(arch, row.up_to, dtype, mask)
   tile = amd_tile(problem_of_spec(spec), get_chip(arch), row)

@@ -59,7 +59,7 @@ TINYGRAD = str(Path(helpers.__file__).parent)
 INSIDE = (str(Path(__file__).parents[1]), TINYGRAD)     # folders of attn and of tinygrad
 
 def levels_to_caller() -> int:
-  """Returns the `stacklevel` with which warnings.warn names the user's line: the first one outside attn and tinygrad."""
+  """Returns the `stacklevel` with which warnings.warn names the user's line: the first line on the stack that is outside attn and tinygrad."""
   frame, level = sys._getframe(1), 1
   while frame.f_back is not None and frame.f_code.co_filename.startswith(INSIDE): frame, level = frame.f_back, level + 1
   return level

@@ -43,7 +43,7 @@ def cuda_seconds(schedule:UOp, count:int) -> float:
   return (cu_time_execution(launch, True) or math.nan)/count
 
 def cuda_graph_seconds(schedule:UOp, count:int) -> Callable[[], float]:
-  """Returns a function that launches a CUDA graph with `count` runs of a compiled schedule, and returns the mean seconds of one run."""
+  """Returns a function that launches a CUDA graph with `count` runs of a compiled schedule; the function returns the mean seconds of one run."""
   # All repetitions use the same buffers. The time is measured by events.
   from tinygrad.runtime.autogen import cuda
   from tinygrad.runtime.ops_cuda import check, cu_time_execution, encode_args

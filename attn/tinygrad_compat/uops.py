@@ -92,7 +92,7 @@ def view_of_placeholder(u:UOp) -> UOp|None:
   return on_top(u, base, UOp.placeholder((base.max_numel(),), dtypes.uchar, 0).reshape(base.shape))
 
 def flat_element(index:UOp) -> UOp|None:
-  """Rewrites an element of a view of a kernel's parameter as an element of the parameter itself, with one index; None if that is impossible."""
+  """Rewrites `index`, an indexed view of a kernel's parameter, as the parameter itself with a single index; returns None if that is impossible."""
   found = graph_rewrite(index, pm_mops + symbolic, name="attn element")
   return found if found.op is Ops.INDEX and found.src[0].op is Ops.PARAM and len(found.src) == 2 else None
 
