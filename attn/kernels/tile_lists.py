@@ -238,7 +238,7 @@ class TilesTogether:
 
   # ***** extremes *****
   def extremes(self, side:Side, n:UOp, threads:int) -> dict[UOp, Extremes]:
-    """Returns {expression: (smallest, largest value)} for the expressions in `side`, over the rows of block `n` or the columns of tile `n`."""
+    """Returns {expression: (smallest, largest value)} for the expressions in `side`, over the queries of block `n` or the keys of tile `n`."""
     # `threads` neighbouring threads look for them together, and each of these threads gets them
     kinds = [ORDERED.get(u.dtype, dtypes.int) for u in side.expressions for _ in (LOW_END, HIGH_END)]
     if not kinds: return {}

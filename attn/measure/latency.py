@@ -70,7 +70,7 @@ def compiler_timed(compiler:Any) -> Iterator[list[float]]:
   finally: del compiler.compile
 
 def first_call(row:FirstCall) -> dict[str, float]:
-  """Makes the call `row` in this process, and returns the seconds of the call and the part of them that the compiler took."""
+  """Makes the call `row` in this process, and returns the seconds of the whole call and the seconds that the compiler took."""
   device = device_of(Device.DEFAULT)
   q, k, v, do = (repeated(row.B, h, n, row.D) for h, n in ((row.H, row.Sq), (row.Hkv, row.Sk), (row.Hkv, row.Sk), (row.H, row.Sq)))
   adapt(Device.DEFAULT)

@@ -45,7 +45,7 @@ def is_minimum(u:UOp) -> bool:
   return y.op is Ops.XOR and not (is_maximum(y.src[0]) and is_minimum(y.src[0]))
 
 def second_bounds(uops:list[UOp]) -> set[UOp]:
-  """Returns those maxima max(x, n) whose x has a bound already, e.g. max(min(i, 7), 0), with i equal in all threads. A minimum counts, too."""
+  """Returns the maxima and minima that clamp a number again, e.g. the outer one in max(min(i, 7), 0), if the number is equal in all threads."""
   found, uniform = set[UOp](), uniform_numbers(uops)
   for outer in filter(is_maximum, uops):
     inner = outer.src[2]

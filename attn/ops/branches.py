@@ -36,7 +36,7 @@ def from_all_lanes(uops:list[UOp]) -> set[UOp]:
   return found
 
 def made_before_branches(uops:list[UOp]) -> dict[UOp, dict[UOp, None]]:
-  """Returns {IF: values stored in its branch that must be computed before it}, because computing them needs all lanes."""
+  """Returns {IF: values that are stored in the branch but must be computed before the branch}, because their computation needs all lanes."""
   made, found, first = from_all_lanes(uops), dict[UOp, dict[UOp, None]](), new_uop(Ops.NOOP)
   for before, u, store in zip([first, *uops], uops, uops[1:]):
     if u.op is not Ops.IF: continue

@@ -107,7 +107,7 @@ def pack(x:UOp, dtype:str) -> UOp:
   """Returns fp32 numbers rounded to `dtype`, of 16 or 8 bits, to nearest even, and packed into dwords."""
   return emit("pack", u32(length(x)//IN_A_DWORD[dtype]), x, dtype=dtype)
 def pack_weights(x:UOp, dtype:str) -> UOp:
-  """Returns elements of P rounded to `dtype` (16 or 8 bits) and packed into dwords, faster than `pack`, which treats inf and NaN otherwise."""
+  """Returns elements of P rounded to `dtype` (16 or 8 bits) and packed into dwords; faster than `pack`, with other results for inf and NaN."""
   # for an element that is not finite, or above LARGEST_WEIGHT (2^111), the result is any value that is not finite, or the largest 8-bit float
   return emit("pack_weights", u32(length(x)//IN_A_DWORD[dtype]), x, dtype=dtype)
 def widen_to_float(x:UOp, n:int, dtype:str) -> UOp:

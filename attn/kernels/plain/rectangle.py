@@ -320,7 +320,7 @@ class Rectangle:
 
   # ***** from global to local memory *****
   def first_of(self, tensor:str, t:UOp) -> Portion:
-    """Returns which rows and columns of tile t of K or V the threads copy to local memory first."""
+    """Returns the rows and columns of K or V that the threads copy to local memory first, when they copy tile t."""
     # a tile may be copied in several such portions
     tile, first = self.tile, self.group.scores.row(t*self.tile.block_n)
     if tensor == "k": return Portion("walked", "k", first, UOp.const(0), tile.block_n)
@@ -386,7 +386,8 @@ class Rectangle:
     return [UOp.group(*[ahead[i].store(x) for i, x in enumerate(values)])]
 
   def brought(self, portion:Portion, then:Portion|None, ready:list[UOp], ahead:UOp|None) -> list[UOp]:
-    """Returns stores of `portion` to local memory, from global memory or, if given, from the registers `ahead`, into which `then` is loaded next."""
+    """Returns stores of `portion` to local memory, from global memory. If registers `ahead` are given, the data come from them, and `then` is loaded
+    to them."""
     # If `ahead` is None, the data comes from global memory. Otherwise it comes from the registers `ahead`, to which it was loaded earlier, and the
     # next data, `then`, is loaded to these registers afterwards.
     if ahead is None: return [self.carried(portion, ready)]
@@ -420,7 +421,8 @@ class Rectangle:
 
   def arriving(self, now:Portion, later:Portion, other:Portion, at:tuple[UOp, int], ready:list[UOp], further:list[UOp],
                ahead:UOp|None) -> tuple[Section, list[UOp]]:
-    """Returns (matrix in local memory with the data `now`, operations after which it may be read), and starts to fetch `later` or `other`."""
+    """Returns (matrix in local memory with the data `now`, operations after which it may be read). Starts to fetch `later`, or in the last step
+    `other`."""
     # For step s of n steps, where `at` = (s, n). The operations `ready` come first. The returned operations include `further`, operations that fill
     # other sections. With asynchronous copies, the step before has started the copies of `now`. This step waits for these copies, and starts the next
     # ones, which run during the products. The next copies are those of `later`, the data of the next step. In the last step they are those of

@@ -102,7 +102,7 @@ class RectangleTile:
     """Returns the number of steps in which rows of `width` elements are copied to local memory, each with some columns of all rows."""
     return ceildiv(width, self.depth_of(width))
   def kept_rows(self, width:int) -> SectionShape:
-    """Returns the shape of the matrix in local memory that holds the rows that the workgroup owns, transposed, during the whole kernel."""
+    """Returns the shape of the matrix that holds the workgroup's own rows, transposed, in local memory during the whole kernel."""
     # 0 rows if the kernel does not keep these rows in local memory
     elements = round_up(self.steps(width)*self.depth_of(width), QUAD)
     return SectionShape(elements*self.keeps_own, self.block_m + (0 if self.alone else TURNED_PADDING), turned=True)

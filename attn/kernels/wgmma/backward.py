@@ -226,7 +226,8 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   @property
   def needs_dp(self) -> bool: return any(WEIGHTED[name][1] == "ds" for name in self.of.wanted)
   def query_values(self, s:WgmmaBackwardState, kind:int|UOp) -> list[UOp]:
-    """Returns one number of each query in the tile (`kind` 0: lse, 1: delta, 2: lse_rest) that this lane needs, two for each C fragment of scores."""
+    """Loads one number (`kind` 0: lse, 1: delta, 2: lse_rest) for each of this lane's queries in the tile, as a vector of two for each C fragment of
+    scores."""
     # from shared memory; lse_rest is the part of lse that rounding to fp32 lost
     pairs, n = s.shared.bitcast(nv.F2), self.of.tile.block_n
     first = self.of.place_of_query_values(self.ring_place)*2 + kind*n//2 + self.warp_rows.warps.at.h

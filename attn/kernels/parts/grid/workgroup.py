@@ -301,7 +301,7 @@ class Workgroup:
     return GlobalRows(flat(self.given["v"]), number*(columns*keys), keys, (t < self.walked.end).where(columns, 0), keys, 1)
 
   def paged_rows(self, name:str, width:int, view:Strided, unit_bytes:int) -> PagedRows:
-    """Returns the first `width` columns of the workgroup's rows of tensor `name`, in a cache of pages."""
+    """Returns the rows of tensor `name`, stored in pages, for the workgroup's sequence and head, but only their first `width` columns."""
     pages, buffer = self.p.pages, flat(self.given[name])
     assert pages is not None
     size, begin = buffer.dtype.itemsize, self.sequence.k_start

@@ -130,7 +130,7 @@ class TileList:
   with_turns: bool   # whether the list also has turns
   def entry(self, i:int|UOp) -> UOp: return run_time(self.entries[self.first + i].load(), self.tiles)
   def row(self, place:UOp) -> UOp:
-    """Returns the index in the sequence of row number `place`, where only the rows of the listed tiles are counted, in the order of the list."""
+    """Returns the index in the sequence of row number `place` in the listed tiles, whose rows are counted tile by tile, in the order of the list."""
     # beyond the list: a row beyond the sequence
     return self.entry((place//self.size).minimum(self.tiles) + OF_A_LIST)*self.size + place%self.size
   def turn(self, i:UOp) -> UOp:

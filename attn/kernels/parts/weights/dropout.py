@@ -116,7 +116,7 @@ class KeptHere:
     return [bits.drop_numbers(x, words, self.places, first_bit) for x, words in zip(vectors, self.words, strict=True)]
 
 def kept_here(scores:Scores, rows:list[Row], firsts:list[UOp]) -> list[KeptHere]:
-  """Returns for each of four neighbouring `rows` the bits that say which of this thread's scores dropout keeps."""
+  """Returns, for each of four neighbouring `rows`, a bit for each score of this thread in the row: whether dropout keeps the score."""
   # The rows are queries and the rows of a tile are keys, or the other way round. The thread computes scores with groups of four neighbouring rows of
   # the tile; `firsts` has the first row of each group.
   if not scores.p.dropout_p: return [KeptHere((), ()) for _ in rows]

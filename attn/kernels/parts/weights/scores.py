@@ -129,7 +129,7 @@ class Scores:
     return None if first is None else first - here, last_seen(self.walk, row.index) - here
 
   def seen_by(self, first:UOp, last:UOp, tile:UOp) -> UOp:
-    """Returns whether any of the rows `first` to `last` may see any column of the tile."""
+    """Returns whether masks may leave a score visible in the rows `first` to `last` of the tile; if false, masks hide all these scores."""
     # columns are keys if rows are queries, and queries if rows are keys
     begin, first_column = self.tile(tile)*self.block_n, first_seen(self.walk, first)
     seen = begin <= last_seen(self.walk, last)

@@ -110,7 +110,7 @@ class Softmax(Carried):
 
   def correct(self, weights:list[list[UOp]], scores:list[list[UOp]], to_log2:float, matrix:Matrix, sums:Sums, above:float,
               do:Callable[[UOp], UOp], *before:UOp, scales:list[UOp]|None=None) -> Softmax:
-    """Adds P (`weights`) to the row sums. If a sum exceeds 2^`above`, raises m and computes P, the sums and O for the new m. Returns the state."""
+    """Adds P (`weights`) to the row sums. If a sum exceeds 2^`above`, increases m and computes P, the sums and O for the new m. Returns the state."""
     # `scores` are the scores from which P was computed. A sum of P above the limit `above` (see attn/ops/softmax.py) means that the reference m of a
     # row is too low. Then m is raised, and P and the whole state are corrected for the new m. `do` adds a statement to the program; the correction
     # comes after the operations `before`. If the rows of V have `scales`, a vector for each vector of P, P is multiplied by them before it is
