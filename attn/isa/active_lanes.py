@@ -49,7 +49,7 @@ def _operands(x:Instruction) -> list[str]: return [a.strip() for a in x.args.spl
 def _without(facts:Facts, registers:Iterable[str]) -> Facts: return frozenset(f for f in facts if f.isdisjoint(registers))
 
 def _define(facts:Facts, out:str, rules:Sequence[tuple[str, str]], **operands:str) -> Facts:
-  """Returns the facts about lane masks (registers with a bit per lane) after an operation writes `out`; `rules` say how its bits follow from
+  """Returns the facts about lane masks (registers with a bit per lane) after an operation writes `out`. `rules` say how the bits of `out` follow from
   `operands`."""
   # "" names the new value of `out` here, because facts about the old value are still needed
   # A rule (all_of, none_of) says which bits the operation sets: those that are set in all operands of `all_of` and clear in all operands of
@@ -104,7 +104,8 @@ def _on_edge(facts:Facts, block:Block, taken:bool) -> Facts:
   return _least(f - set(EXEC) for f in facts) if last == ("s_cbranch_execz" if taken else "s_cbranch_execnz") else facts
 
 def facts_of(blocks:Sequence[Block], entry:Facts) -> list[Facts|None]:
-  """Returns the facts about lane masks at the beginning of each basic block, None for a block that no path reaches; `entry` are those of block 0."""
+  """Returns the facts about lane masks at the beginning of each basic block, None for a block that no path reaches. `entry` has the facts for block
+  0."""
   known: list[Facts|None] = [None]*len(blocks)
   known[0], waiting = entry, [0]
   while waiting:

@@ -104,7 +104,7 @@ class KnownRegisters:
   def copy(self) -> KnownRegisters: return KnownRegisters(dict(self.active), dict(self.every))
 
   def follow(self, x:Instruction, whole:bool) -> None:
-    """Updates the ranges of registers by the effect of one instruction; `whole` says that all lanes are active."""
+    """Updates the ranges of registers by the effect of one instruction. If `whole`, all lanes are active."""
     read = self.every if x.op.startswith("v_readfirstlane") and not whole else self.active      # if no lane is active, it reads an inactive lane
     results = {r: found for op, args in issued_together(x.text) for r, found in _results(op, args, read).items()}
     for r, found in results.items():

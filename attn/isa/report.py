@@ -196,7 +196,7 @@ def hot_loop(kernel:Kernel, chip:Chip, d:int|None=None, dv:int|None=None, every_
   return " ".join(labels), trip, in_all, len(loops), waits
 
 def loops_with_part(blocks:Sequence[Block], loops:Sequence[Loop], part:int, most:int) -> list[Loop]:
-  """Returns the loops with exactly part/most times the matrix operations of loops[0], the loop with the most."""
+  """Returns the loops with exactly part/most times the matrix operations of loops[0], which has the most matrix operations."""
   # a kernel with several hot loops divides the matrix products among them; `most` is the work of the loop with the most products, which comes first
   flops = [sum(blocks[b].flops for b in loop.body) for loop in loops]
   return [loop for loop, x in zip(loops, flops) if x*most == flops[0]*part]

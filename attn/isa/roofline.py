@@ -113,7 +113,7 @@ PUBLISHED: list[Published] = [
 ]
 
 def published(p:Problem, card:str) -> list[Published]:
-  """Returns the rates that others measured on `card` for the shape of `p`, the highest first."""
+  """Returns the rates that others measured on `card` for problems with the shape of `p`, the highest first."""
   causal = p.window == (-1, 0)
   if p.Sq != p.Sk or p.Dv != p.D or not (causal or p.window == (-1, -1)): return []
   asked = {"d": p.D, "s": p.Sq, "dtype": p.dtype, "b": p.B, "h": p.H, "hkv": p.Hkv}

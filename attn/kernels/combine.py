@@ -42,7 +42,7 @@ def combine(p:Problem, arch:Chip, splits:int) -> Callable[..., UOp]:
   return lambda *args: merged(p, arch, splits, args)
 
 def loads(splits:int, new:Allocator) -> list[tuple[tuple[UOp, ...], list[UOp]]]:
-  """Divides the indices of partial results into groups that are loaded together; returns a list of (loops around the group, its indices)."""
+  """Divides the indices of partial results into groups that are loaded together. Returns a list of (loops around a group, indices in the group)."""
   # if there are many key ranges, the first group is a loop that loads PARTS_AT_ONCE partial results in each iteration, and the last group has the
   # rest
   found, looped = list[tuple[tuple[UOp, ...], list[UOp]]](), splits//PARTS_AT_ONCE*PARTS_AT_ONCE if splits >= 2*PARTS_AT_ONCE else 0

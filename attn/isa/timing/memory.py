@@ -45,7 +45,7 @@ def makespan_in_order(work:Sequence[GroupWork], slots:int, dies:int, cycles:floa
   return max(ends)
 
 def rows_fetched(work:Sequence[GroupWork], slots:int, room:float, apart:bool=False) -> float:
-  """Returns how much a cache of size `room` fetches from the next level. The unit of both is the rows of K and V that one iteration reads."""
+  """Returns how much a cache of size `room` fetches from the next level. Both are counted in units: the rows of K and V that one iteration reads."""
   # `slots` workgroups run at a time; they are a round. With `apart`, the workgroups of a round share fetched rows only if the cache has room for all
   # rows of the round.
   fetched, before = 0.0, dict[int, float]()

@@ -109,7 +109,7 @@ def fed_by_l2(timing:Timing, x:Division, row:int) -> float:
   return min(given, default=math.inf)*flops/(x.walked*row*len(x.products)*timing.chip.pipes.flops)
 
 def heads_of_grid(p:Problem, x:Division) -> int:
-  """Returns the number of heads in all batches over which a kernel's grid goes; heads whose queries one workgroup owns together count as one."""
+  """Returns how many heads, in all batches, a kernel's grid has. Heads whose queries one workgroup owns together count as one."""
   return p.B*(p.Hkv if x.keys else p.H//x.heads)
 
 def work_of_grid(p:Problem, x:Division) -> list[GroupWork]:

@@ -167,7 +167,7 @@ class _Busy:
   def idle(self, a:int, b:int) -> int: return b - a - (self._until(b) - self._until(a))
 
 def _use(found:Run) -> float:
-  """Returns in what share of the simulation's recorded cycles the matrix units work."""
+  """Returns the share of the simulation's recorded cycles in which the matrix units work."""
   used = [_Busy(x) for x in found.matrix]
   return sum(1 - u.idle(found.begin, found.end)/(found.end - found.begin) for u in used)/len(used)
 

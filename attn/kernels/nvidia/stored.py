@@ -82,7 +82,7 @@ class StoredKeys:
     return found
 
   def staged(self, shared:UOp, t:UOp, to:Mapping[str, SharedLayout], base:int) -> list[UOp]:
-    """Returns asynchronous copies of the 16-byte pieces of tile t that this thread will convert, to shared memory from 16-byte unit `base` on."""
+    """Returns asynchronous copies to shared memory, from 16-byte unit `base` on, of the 8-bit pieces of tile t that this thread will convert."""
     # `base` counts units of 16 bytes; a thread copies the pieces that it later converts (`widened_stores`, with the same `to`); rows and columns that
     # do not exist become zeros
     return [nv.copy(shared[self.staging(base, number)], at, (0, 0), there.where(UNIT_BYTES, 0), UOp.const(True), UNIT_BYTES if whole else 1)
@@ -98,14 +98,14 @@ class StoredKeys:
     return found
 
   def loaded(self, t:UOp, to:Mapping[str, SharedLayout]) -> list[UOp]:
-    """Loads the 16-byte pieces of tile t that this thread converts from global memory, still in 8 bits."""
+    """Loads from global memory the 16-byte pieces of tile t, in 8 bits, that this thread will convert."""
     # rows and columns that do not exist are zeros
     return [ops.load_where(at, there, UNIT_BYTES) for _, at, there in self.places(t, to)]
 
   def staging(self, base:int, number:int) -> UOp: return base + number*self.warps.group.tile.threads + self.warps.at.thread
 
   def copied(self, shared:UOp, to:Mapping[str, SharedLayout], base:int) -> list[UOp]:
-    """Loads the 16-byte pieces that `staged` copied to shared memory for this thread."""
+    """Loads from shared memory the 16-byte pieces that `staged` copied there for this thread."""
     return [shared[self.staging(base, number)].load() for number, _ in enumerate(self.pieces(to))]
 
   def widened_stores(self, shared:UOp, to:Mapping[str, SharedLayout], pieces:list[UOp]) -> list[UOp]:

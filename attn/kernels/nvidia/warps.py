@@ -72,7 +72,7 @@ class Warps:
     return self.copies(replace(group.rows_of(name), count=group.walked_end), shared, group.scores.row(t*group.tile.block_n), to, gate)
 
   def copies(self, source:Rows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None=None) -> list[UOp]:
-    """Returns the statements by which this thread copies its share of the tile from row `first` of `source` to shared memory."""
+    """Returns the statements by which this thread copies its share of the tile that begins at row `first` of `source` to shared memory."""
     # In the layout `to`. Rows that do not exist, and columns beyond the last column, become zero. Rows that need a conversion are loaded to
     # registers, converted, and stored. Where `gate` is false, nothing is copied.
     if isinstance(source, GlobalRows): return self.started(source, shared, first, to, gate)
@@ -82,7 +82,7 @@ class Warps:
             for row, unit in places]
 
   def started(self, source:GlobalRows, shared:UOp, first:UOp, to:CopiedLayout, gate:UOp|None) -> list[UOp]:
-    """Returns the statements that start this thread's asynchronous copies of a tile, from row `first` of `source` on, to shared memory."""
+    """Returns the statements that start this thread's asynchronous copies to shared memory of the tile that begins at row `first` of `source`."""
     # in the layout `to`, without conversion; where `gate` is false, nothing is copied
     threads, apart, width, size = self.group.tile.threads, self.group.tile.threads//to.across, source.width, source.size
     regular = threads % to.across == 0 and apart % LINE == 0 and source.regular
@@ -130,7 +130,7 @@ class Warps:
     return stores
 
   def columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None, dtype:str="", width:int=0) -> list[tuple[UOp, UOp]]:
-    """Returns (first column, values of neighbouring columns) for all that this lane stores of its row `r` (0 or 1) of O, multiplied by `factor`."""
+    """Returns (first column, neighbouring elements) for each vector that this lane stores in the first (`r` 0) or second (`r` 1) of its rows of O."""
     # `r` is 0 or 1: which of the lane's two rows. `accs` are the C fragments of the row; if several warps divide the columns of O, those of warp
     # `share` only. `dtype` and `width` are the dtype and the number of columns of the row that is stored; by default those of O. Four lanes share a
     # row, and each has two of its elements in each fragment. If a row consists of whole 16-byte units, the four lanes first exchange elements, so
@@ -144,7 +144,7 @@ class Warps:
             *[(first + self.at.h*mat.block + (whole + i)*mat.N, ops.mul(ops.slice_(x, nv.ROWS*r, 2), factor)) for i, x in enumerate(accs[whole:])]]
 
   def alternating_columns(self, accs:list[UOp], r:int, factor:UOp, share:UOp|None) -> list[tuple[UOp, UOp]]:
-    """Returns (first column, values of four columns) for all that this lane stores of its row `r` (0 or 1) of O, multiplied by `factor`."""
+    """Returns (first column, four elements) for each vector that this lane stores in the first (`r` 0) or second (`r` 1) of its two rows of O."""
     # The parameters as in `columns`. Two neighbouring fragments have 16 columns of O together: the first one has the even columns, and the second one
     # the odd columns.
     mat, first = self.at.matrix, UOp.const(0) if share is None else share*(len(accs)*self.at.matrix.N)

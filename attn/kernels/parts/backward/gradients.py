@@ -100,12 +100,12 @@ class Weights:
   visible: Callable[[list[UOp]], list[UOp]]
 
 def weights_of(scores:Scores, raw:list[UOp], normalisers:list[Normaliser], row:Row, tile:UOp, masked:bool) -> Weights:
-  """Returns P and the derivatives of the score terms for the raw scores `raw` of one row in tile `tile`."""
+  """Returns P and the derivatives of the score terms for `raw`, the scores of one row in tile `tile` before score terms and masks."""
   # `normalisers` has one entry for each vector of `raw`; `masked`: whether masks may hide some of the scores
   return weights_of_rows(scores, raw, [normalisers], [row], tile, masked)
 
 def weights_of_rows(scores:Scores, raw:list[UOp], normalisers:list[list[Normaliser]], rows:list[Row], tile:UOp, masked:bool) -> Weights:
-  """Returns P and the derivatives of the score terms for the raw scores `raw` of several rows in tile `tile`."""
+  """Returns P and the derivatives of the score terms for `raw`, the scores of several rows in tile `tile` before score terms and masks."""
   # Each vector of `raw` has elements of all rows, one row after another. `normalisers` has a list for each row, with one entry for each vector.
   # `masked`: whether masks may hide some of the scores.
   def by_row(x:list[UOp]) -> list[list[UOp]]:

@@ -39,7 +39,8 @@ class Grid:
   wave: UOp
 
 def by_ticket(grid:Grid, split:tuple[UOp, ...], counter:UOp, lds:UOp) -> tuple[Grid, tuple[UOp, ...]]:
-  """Returns (grid position, indices of parts of a sum) for which this workgroup works: the n-th workgroup to start takes the n-th position."""
+  """Returns (grid position, indices of the parts of a divided sum) that this workgroup computes: the n-th workgroup to start takes the n-th
+  position."""
   # A ticket counts the workgroups in the order in which they start (attn/ops/atomics.py). So work begins in the order of the grid, even if the
   # hardware starts workgroups in another order. `split` is the range over the parts of a divided sum, or empty; `counter` counts the tickets; through
   # `lds`, an int32, the waves of a workgroup learn its ticket.
@@ -143,7 +144,7 @@ def in_order_of_start(p:Problem, number:UOp, blocks:int) -> UOp:
   return blocks - 1 - number if hiding(p).after else number
 
 def rows_of_block(p:Problem, tile:BlockTile, x:Extent, number:UOp, buffers:bool) -> BlockRows:
-  """Returns the rows of queries of the block that starts as the `number`-th one."""
+  """Returns the rows of queries that a workgroup owns if it is the `number`-th to start."""
   heads, (pieces, blocks), size = heads_of(p, tile), blocks_of_queries(p, tile), tile.block_m
   block, end, before = in_order_of_start(p, number, pieces*blocks), x.n_q*heads, UOp.const(0)
   further: int|UOp = 0 if p.dealt is None else p.dealt.start
