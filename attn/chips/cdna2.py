@@ -34,8 +34,12 @@ CDNA2 = Family("cdna2", wave=64, vgprs=512, busy_waves=4, descriptor=0x00027000,
     "bfloat16": (mfma(32, 8, "bf16_1k", "short"), mfma(16, 16, "bf16_1k", "short"))}, dots=("float16",), sums=SUMS,
   pipes=Pipes(simds=4, valu=4, trans=16, lds_read=128, lds_write=128, coissue=True, matrix_issue=4, max_waves=8, lds_granule=512, flops=1024,
               matrix={"32x32x8": 64, "16x16x16": 32, "4x4x4_16b": 8}),
-  apart=("float16", "bfloat16"), forward=FORWARD_ON_CDNA2, dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,
+  apart=("float16", "bfloat16"), forward=FORWARD_ON_CDNA2,
+  plain_forward=(UpTo(192, ForwardShape(4, 1, 32, fenced=True), options=("window",)),), dq=DQ_ON_CDNA, dkdv=DKDV_ON_CDNA,
   plain_dq=(UpTo(64, BackwardShape(8, 64, fenced=8, prefetch=2)), UpTo(128, BackwardShape(8, 32, fenced=2)),
+            UpTo(128, BackwardShape(4, 64, fenced=2), options=("alibi",)),
+            UpTo(128, BackwardShape(4, 32, fenced=2, prefetch=0, read_ahead=3), options=("dropout_p",)),
+            UpTo(192, BackwardShape(4, 32, sparing=True), options=("bias",)),
             UpTo(256, BackwardShape(4, 32, fenced=2, sparing=True, read_ahead=1), options=("",))), latent=LATENT_ON_CDNA,
   counters=COUNTERS_ON_CDNA, machine=CDNA2_MACHINE)
 
