@@ -66,11 +66,9 @@ CDNA4 = Family("cdna4", wave=64, vgprs=512, busy_waves=4, bf16_pack=True, descri
             UpTo(256, BackwardShape(4, 32, fenced=8, prefetch=2, read_ahead=3), options=(*NO_OPTION, *NO_BIAS)),
             UpTo(256, BackwardShape(4, 32, fenced=8, sparing=True, read_ahead=1), options=("bias",))),
   plain_dkdv=(UpTo(64, BackwardShape(4, 32, fenced=4, prefetch=2), options=("alibi",)),
-              UpTo(64, BackwardShape(2, 32, fenced=4), options=("bias",)),
               UpTo(128, BackwardShape(4, 64, fenced=8, prefetch=2), options=(*NO_OPTION, *NO_BIAS)),
               UpTo(192, BackwardShape(4, 32, fenced=8, prefetch=2, sparing=True, read_ahead=3), options=("",)),
-              UpTo(192, BackwardShape(4, 32, fenced=4, sparing=True, read_ahead=1), options=("window",)),
-              UpTo(192, BackwardShape(4, 32, sparing=True, read_ahead=1), options=("softcap",))),
+              UpTo(192, BackwardShape(4, 32, fenced=4, sparing=True, read_ahead=1), options=("window",))),
   latent=LATENT_ON_CDNA, at_once=AT_ONCE_ON_CDNA4,
   counters=COUNTERS_ON_CDNA, machine=CDNA4_MACHINE)
 

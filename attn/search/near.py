@@ -153,8 +153,9 @@ def tile_text(tile:Tile|BackwardTile) -> str: return ", ".join(filter(None, (str
 # Why a table row stays although the search finds a tile that is better: chip, D, kernel and option -> what the search does not compile
 NOT_TAKEN = {tuple(kernel.split("/")): why for why, kernels in {
   "kept: LDS has room for only six waves of the other on four SIMDs": "gfx90a/64/dkdv/ gfx90a/64/dkdv/window gfx90a/64/dkdv/softcap",
-  "kept: the other spills with uneven rows": "gfx950/128/forward/ gfx942/192/dkdv/alibi",
-  "kept: the other spills if query heads share keys": "gfx950/128/dkdv/bias gfx1201/128/dkdv/bias gfx1201/192/dkdv/bias gfx1100/128/dkdv/softcap",
+  "kept: the other spills with uneven rows": "gfx950/128/forward/ gfx942/192/dkdv/alibi gfx950/192/dkdv/softcap",
+  "kept: the other spills if query heads share keys":
+    "gfx950/64/dkdv/bias gfx950/128/dkdv/bias gfx1201/128/dkdv/bias gfx1201/192/dkdv/bias gfx1100/128/dkdv/softcap",
   "kept: it loads nothing ahead, and is to be measured first": "gfx1100/128/forward/",
   "kept: the other was not compiled for uneven rows and shared keys": """
     gfx90a/64/forward/window gfx90a/64/forward/softcap gfx90a/64/forward/alibi gfx90a/128/forward/window gfx90a/128/forward/bias
