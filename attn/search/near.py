@@ -142,7 +142,7 @@ def surest(spec:Spec, used:Timed, tried:Iterable[Timed], time:TileTimer=timed) -
 NEAR_COLUMNS = ("chip", "D", "kernel", "option", "which tile", "tile", "predicted, ms", "MB that a workgroup moves", "GB from L2",
                 "GB from Infinity Cache", "GB from memory", "gain in the worst variant", "result")
 NAME_CELLS = slice(0, 4)     # the columns that name a kernel
-IN_TABLE, BEST, BOTH_IN_ONE = "in the table", "best predicted", "in the table, the best"     # values of the column "which tile"
+IN_TABLE, BEST, BOTH_IN_ONE, NONE = "in the table", "best predicted", "in the table, the best", "none"     # values of the column "which tile"
 
 def cells_of(spec:Spec, which:str, x:Timed, gain:str="", result:str="") -> tuple[str, ...]:
   gb = (f"{x.prediction.bytes[level]/1e9:.2f}" if level in x.prediction.bytes else "" for level in ("L2", "Infinity Cache", "memory"))
@@ -172,11 +172,13 @@ def result_of(spec:Spec, gain:float) -> str:
   return NOT_TAKEN.get((spec.arch, str(spec.d), spec.kernel, spec.option), "better")
 
 def near_table(spec:Spec, time:TileTimer=timed) -> list[tuple[str, ...]]:
-  """Returns one or two rows of a printed table: the tile in use, and the best tile that the search finds if it is faster."""
+  """Returns one or two rows of a printed table: the tile in use, and the best tile that the search finds if it is faster; or that all tiles spill."""
   # The line of the tile in use is left out if it does not compile or spills. The best tile's line is left out if it is not clearly faster
   # (FASTER_BY). If no tile gains enough in every variant, the best tile is the fastest one.
   used = time(spec, row_in_use(spec), ASKED)
-  best, *others = climb(spec, time)
+  if not (tried := climb(spec, time)):
+    return [(spec.arch, str(spec.d), spec.kernel, spec.option, NONE, *[""]*7, "all tiles near that of the table spill, as it does")]
+  best, *others = tried
   if used is None: return [cells_of(spec, BEST, best, result="the tile of the table spills")]
   if best.row == used.row or best.ms > (1 - FASTER_BY)*used.ms: return [cells_of(spec, BOTH_IN_ONE, used)]
   best, gain = surest(spec, used, (best, *others), time) or (best, gain_of(spec, best.row, time))

@@ -12,7 +12,7 @@ from attn.chips.shapes import BackwardShape, UpTo
 from attn.isa.source import BACKWARD, FORWARD, Shape, Spec
 from attn.isa.timing.kernels import ASKED, predicted_kernel
 from attn.isa.timing.predict import Prediction
-from attn.search.near import (BEST, BOTH_IN_ONE, IN_TABLE, NUMBERS_CHANGED, Timed, cells_of, climb, gain_of, near_rows, near_table, near_text,
+from attn.search.near import (BEST, BOTH_IN_ONE, IN_TABLE, NONE, NUMBERS_CHANGED, Timed, cells_of, climb, gain_of, near_rows, near_table, near_text,
                               read_near, row_in_use, tile_of, tile_text, timed, usable)
 
 SPEC = Spec("gfx942", 128, "bfloat16", "causal", "dq")
@@ -66,6 +66,9 @@ def test_the_table_has_the_tile_in_use_and_the_best() -> None:
   assert [x[4] for x in near_table(SPEC, of_shape(lambda spec, x: 10 - 0.01*(x.fenced == 8)))] == [BOTH_IN_ONE]
   spills = near_table(SPEC, of_shape(lambda spec, x: None if x == row_in_use(SPEC).shape else 10.0))
   assert [x[4] for x in spills] == [BEST] and spills[0][-1] == "the tile of the table spills"
+  none, = near_table(SPEC, of_shape(lambda spec, x: None))
+  assert none[:5] == ("gfx942", "128", "dq", "", NONE) and none[-1] == "all tiles near that of the table spill, as it does"
+  assert read_near(near_text([none])) == [none]
 
 @pytest.mark.parametrize("of_full, gain, result", [
   (9.8, "2.0%", "kept: the gain is below 3% in a variant"), (None, "", "kept: the other spills in a variant")])
