@@ -355,13 +355,15 @@ def test_one_kernel_with_a_mask_mod() -> None:
 
 def test_a_fixed_order_is_chosen_where_it_was_measured_to_be_faster() -> None:
   # Dispatch on sm_90 chooses one kernel for all gradients where it was measured to be faster than two kernels, although its workgroups add to dq in a
-  # fixed order (deterministic=True, the default). This is so without a mask, with one query head for each key/value head, and with many keys and
-  # blocks of keys. With causal=True, or with several query heads for a key/value head, two kernels compute the gradients.
-  def kernels(Hkv:int, causal:bool) -> tuple[str, ...]:
-    q, k = (Tensor.empty(4, heads, 4096, 128, dtype="half") for heads in (16, Hkv))
+  # fixed order (deterministic=True, the default). This is so with one query head for each key/value head, and with many blocks of keys: without a
+  # mask from 2048 keys on, with causal=True from 4096. With fewer keys, or with several query heads for a key/value head, two kernels compute the
+  # gradients.
+  one, two = ("backward_delta_wgmma", "backward_all_wgmma", "backward_finish_wgmma"), ("backward_dq_wgmma", "backward_dkdv_wgmma")
+  def kernels(rows:int, Hkv:int, causal:bool) -> tuple[str, ...]:
+    q, k = (Tensor.empty(8, heads, rows, 128, dtype="half") for heads in (16, Hkv))
     return attn.explain(q, k, k, arch="sm_90", backward=True, causal=causal).kernels
-  assert kernels(16, False) == ("backward_delta_wgmma", "backward_all_wgmma", "backward_finish_wgmma")
-  assert kernels(16, True) == kernels(4, False) == ("backward_dq_wgmma", "backward_dkdv_wgmma")
+  assert kernels(2048, 16, False) == kernels(4096, 16, True) == one
+  assert kernels(1024, 16, False) == kernels(2048, 16, True) == kernels(4096, 4, False) == kernels(4096, 4, True) == two
 
 REFUSED_ON_AMD = {
   "deterministic": ("gfx942", {}, dict(deterministic=True), "deterministic=True: "), "D": ("gfx942", dict(D=80), {}, "D=80, Dv=80: "),
