@@ -11,7 +11,7 @@ Array = NDArray[Any]
 UNDER_WAY = 2**30   # tags of writes that have not arrived begin here, above the tags of all intervals
 
 class Spans:
-  """Which ranges of locations of a buffer were accessed, and when last."""
+  """Record of the accessed ranges of a buffer, with the interval of the last access to each."""
   # for each span: the last interval (time between two barriers) in which a wave accessed the span
   def __init__(self) -> None: self.last, self.latest = dict[Span, int](), 0
   def add(self, span:Span, interval:int) -> None: self.last[span] = self.latest = interval

@@ -21,7 +21,6 @@ from attn.tinygrad_compat import Ops, UOp, dtypes
 class PairValue(NamedTuple):
   """An operand of a mask: number n of the values that depend on the row alone ("row"), number n of the loaded values ("loaded"), or the column
   index."""
-  # "row": what depends on the row alone; "loaded": an element of a tensor at the column
   of: str
   number: int = 0
 
@@ -57,7 +56,7 @@ class NotInOperations(Exception):
 def pair_condition(mask:UOp, column:UOp) -> PairCondition|None:
   """Divides a traced mask_mod into a `PairCondition`; `column` is the symbol for the column index. Returns None if no operation computes a part of
   the mask."""
-  # they have int32 arithmetic, conditions, and elements of tensors that lie side by side
+  # The operations have int32 arithmetic, conditions, and elements of tensors that lie side by side.
   found: dict[str, dict[UOp, PairValue]] = {"row": {}, "loaded": {}}
   def rest(u:UOp, of:str) -> PairValue: return found[of].setdefault(u, PairValue(of, len(found[of])))
   def of(u:UOp) -> PairExpression:

@@ -98,7 +98,7 @@ def rows_of_another_warpgroup(m:pytest.MonkeyPatch) -> None:
   (q_in_both_halves, AssertionError, "d[kv]: "), (rows_of_another_warpgroup, UnwrittenOutput, "was never written")))
 @pytest.mark.usefixtures("without_places")
 def test_planted_fault_in_halves(monkeypatch:pytest.MonkeyPatch, plant:Callable[[pytest.MonkeyPatch], None], error:type[Exception],
-                                         text:str) -> None:
+                               text:str) -> None:
   plant(monkeypatch)
   with pytest.raises(error, match=text): check_backward_kernels("sm_90", H=1, Sq=350, Sk=70, D=136, only="dkdv", tiles=shares)
 

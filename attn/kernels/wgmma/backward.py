@@ -284,7 +284,7 @@ class WgmmaTrip(WarpTrip[SwizzledPanels]):
   # ***** dQ of a block that owns keys *****
   @property
   def dq_part(self) -> tuple[UOp, UOp]:
-    """Which part of dQ this warpgroup computes in an iteration: (index of a group of 64 queries in the tile, first column)."""
+    """Returns where the part of dQ that this warpgroup computes begins: (index of a group of 64 queries in the tile, first column)."""
     group, tile = wgmma.group(self.warp_rows.warps.at.wave), self.of.tile
     together, columns = tile.groups//tile.dq_panels, tile.dq_columns(self.warp_rows.p)
     return (UOp.const(0), group*columns) if tile.dq_panels == 1 else (group//together, group%together*columns)

@@ -27,7 +27,7 @@ from attn.tinygrad_compat import UOp
 
 @dataclass(frozen=True)
 class Sums:
-  """Which sums of P a kernel computes for each row (of P before rounding, after rounding), and by which instructions."""
+  """Choice of the sums of P that a kernel computes for each row (before rounding P, after rounding P), and of their instructions."""
   # `kinds` names the sums (attn/ops/softmax.py), in this order: the sum of P after rounding; UNSCALED, if P includes the scales of V's rows: the sum
   # of P without the scales (the first sum then only shows whether P is too large); LANE, if an LSE is written: the sum of P before rounding.
   dtype: str
